@@ -1,0 +1,100 @@
+"""What a core asks for.  The host carries effects out in order; each class says what it owes back.
+
+No effect blocks, and none is a promise about a peer: losing a `Send` or a `Reply` is always allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import attrs
+
+from moriio_proto.events import Endpoint
+from moriio_proto.wire.messages import Hello, LayerDescriptors, NotifyMessage
+
+__all__ = ["Cancel", "Connect", "Dial", "Disconnect", "Effect", "Post", "Reply", "Send", "Settled", "Verdict"]
+
+
+@attrs.frozen
+class Send:
+    """Send a message to a peer's notify port.  Owes nothing."""
+
+    endpoint: Endpoint
+    message: NotifyMessage
+
+
+@attrs.frozen
+class Reply:
+    """Answer on the connection that a message came from; dropped when that is gone.  Owes nothing."""
+
+    route: object
+    message: NotifyMessage
+
+
+@attrs.frozen
+class Dial:
+    """Ask a peer's handshake port for its hello.  Owes `HelloReceived` when an answer comes."""
+
+    endpoint: Endpoint
+
+
+@attrs.frozen
+class Connect:
+    """Make a transport session with the described peer.  Owes `Connected` or `Disconnected` of this epoch."""
+
+    endpoint: Endpoint
+    epoch: int
+    hello: Hello
+    layers: LayerDescriptors
+
+
+@attrs.frozen
+class Disconnect:
+    """End the session.  Owes `Disconnected` at once, and the `OpEnded` of its posts when they are quiet."""
+
+    endpoint: Endpoint
+    epoch: int
+
+
+@attrs.frozen
+class Post:
+    """Copy blocks one-sidedly.  Owes exactly one `OpEnded(token)`, after which no byte of it moves.
+
+    `local_blocks[i]` and `remote_blocks[i]` are a pair; `write` pushes, otherwise pulls.  Layers are
+    `[layer_start, layer_end)` in the order of the local geometry.  No byte starts to move after `not_after`.
+    """
+
+    token: int
+    endpoint: Endpoint
+    write: bool
+    layer_start: int
+    layer_end: int
+    local_blocks: Sequence[int]
+    remote_blocks: Sequence[int]
+    not_after: float
+
+
+@attrs.frozen
+class Cancel:
+    """Ask for an early end of a post.  Its `OpEnded` still comes."""
+
+    token: int
+
+
+Verdict: TypeAlias = str  # "done", "failed" or "aborted"
+
+
+@attrs.frozen
+class Settled:
+    """The transfer is over for vLLM, and its blocks are quiet: exactly one per `Load`, `Finish` or `AbortTransfer`
+    that hands blocks over.  `verdict` "done" on a decode node: the KV is complete and was read under a valid lease.
+    """
+
+    transfer_id: str
+    owner: str  # as the caller named it in `StartOffer` or `Load`
+    verdict: Verdict
+    reason: str = ""
+
+
+Effect: TypeAlias = Send | Reply | Dial | Connect | Disconnect | Post | Cancel | Settled

@@ -1,0 +1,262 @@
+"""The worker half: vLLM's worker hooks in, core events out; verdicts in, vLLM's answers out.
+
+It decides nothing and waits for nobody: hooks append to the reactor's inbox or read what it has settled.
+`register_kv_caches` builds everything in the order in which it may fail: caches, transport, ports, thread, registration.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import TYPE_CHECKING
+
+import attrs
+
+from moriio_proto.core import Core, CoreConfig, Role, Timing
+from moriio_proto.events import (
+    AbortTransfer,
+    Endpoint,
+    Event,
+    Expect,
+    Finish,
+    Load,
+    Preempt,
+    Progress,
+    Skip,
+    StartOffer,
+)
+from moriio_proto.wire import addresses
+from moriio_proto.wire.codec import encode_hello, encode_ping
+from moriio_proto.wire.messages import CAPABILITIES, Hello, HelloExtension, LayerDescriptors
+from moriio_transport.control import ZmqControl
+from moriio_transport.driver import Driver
+from moriio_transport.reactor import Reactor
+from moriio_transport.registry import load_transport
+from moriio_vllm.cache_layout import describe_vllm_caches
+from moriio_vllm.device import DeviceFence
+from moriio_vllm.registrar import Registrar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from moriio_proto.effects import Settled
+    from moriio_proto.geometry import CacheGeometry
+    from moriio_proto.wire.params import TransferParams
+    from moriio_transport.base import Description, Region
+    from moriio_vllm.config import ConnectorConfig
+    from moriio_vllm.metadata import Chunk, StepPlan
+
+__all__ = ["Results", "WorkerHalf"]
+
+log = logging.getLogger(__name__)
+
+MAX_DP_RANKS = 1024  # of a decode instance, per request: a client could name any number
+
+
+@attrs.define
+class Results:
+    """What one step reports to vLLM: request ids."""
+
+    finished_sending: set[str] = attrs.field(factory=set)
+    finished_recving: set[str] = attrs.field(factory=set)
+    failed_recving: set[str] = attrs.field(factory=set)
+
+
+class WorkerHalf:
+    """One rank."""
+
+    def __init__(self, config: ConnectorConfig, cache_config: KVCacheConfig, attention_backend: str) -> None:
+        self._config, self._cache_config, self._attention_backend = config, cache_config, attention_backend
+        self._token = uuid.uuid4().hex
+        self._reactor: Reactor | None = None
+        self._registrar: Registrar | None = None
+        self._layers: dict[str, int] = {}
+        self._failed: dict[str, str] = {}  # owner -> why its load was never started
+        self._chunks: Sequence[Chunk] = ()
+        self._computed = 0  # layers of this step, in order, that are computed
+
+    # --- start and end --------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """The caches are allocated: describe them, register them, listen, and only then be found by the router."""
+        config = self._config
+        geometry, regions = describe_vllm_caches(kv_caches, self._cache_config)
+        self._layers = {layer.name: i for i, layer in enumerate(geometry.layers)}
+        self._fence = DeviceFence(next(iter(kv_caches.values())).device)
+        transport = load_transport(config.backend).create(
+            engine_key=f"{self._token}-{config.ranks.dp_rank}-{config.ranks.tp_rank}",
+            host=config.host,
+            options=config.transport_options,
+        )
+        try:
+            transport.register(regions)
+            hello = self._hello(geometry, regions, transport.describe())
+            control = ZmqControl(
+                bind_host="*", handshake_port=config.own_handshake_port, notify_port=config.own_notify_port,
+                token=self._token, hello=hello,
+            )  # fmt: skip
+        except Exception:
+            transport.close()  # whatever failed, the copy threads end before the error is shown
+            raise
+        core = Core(self._core_config(geometry))
+        self._reactor = Reactor(Driver(core, transport, control, geometry), control)
+        self._reactor.start()
+        if config.registers:
+            assert config.proxy_ip is not None
+            assert config.proxy_ping_port is not None
+            self._registrar = Registrar.start(
+                router=(config.proxy_ip, config.proxy_ping_port), ping=encode_ping(config.ping()),
+                ranks=config.pod_endpoints, ping_interval=config.ping_interval,
+            )  # fmt: skip
+        log.info(
+            "MoRIIO %s %s rank dp%d tp%d: backend %s, handshake port %d, notify port %d, %d layers, %d blocks",
+            config.role, config.mode.value, config.ranks.dp_rank, config.ranks.tp_rank, config.backend,
+            config.own_handshake_port, config.own_notify_port, len(geometry.layers), geometry.num_blocks,
+        )  # fmt: skip
+
+    def _core_config(self, geometry: CacheGeometry) -> CoreConfig:
+        config = self._config
+        timing = Timing(
+            lease=config.lease, transfer_timeout=config.transfer_timeout, defer_timeout=config.defer_timeout,
+            recv_abort_timeout=config.recv_abort_timeout,
+        )  # fmt: skip
+        return CoreConfig(
+            role=Role.PREFILL if config.is_producer else Role.DECODE, mode=config.mode, token=self._token,
+            geometry=geometry, tp_size=config.ranks.tp_size, dp_rank=config.ranks.dp_rank, timing=timing,
+        )  # fmt: skip
+
+    def _hello(self, geometry: CacheGeometry, regions: Sequence[Region], own: Description) -> tuple[bytes, bytes]:
+        config, ranks = self._config, self._config.ranks
+        base = tuple(regions[layer.pieces[0].region].address + layer.pieces[0].offset for layer in geometry.layers)
+        extension = HelloExtension(
+            token=self._token, global_dp_rank=ranks.dp_rank, tp_rank=ranks.tp_rank, dp_size=ranks.dp_size,
+            dp_size_local=ranks.dp_size_local, tp_size=ranks.tp_size, capabilities=CAPABILITIES,
+            notify_port=config.own_notify_port, transport=config.backend, regions=own.regions, geometry=geometry,
+        )  # fmt: skip
+        hello = Hello(
+            engine_id=f"{config.host}:{config.handshake_port}", agent_metadata=own.engine, kv_caches_base_addr=base,
+            num_blocks=geometry.num_blocks, block_len=sum(p.nbytes for p in geometry.layers[0].pieces),
+            attn_backend_name=self._attention_backend, extension=extension,
+        )  # fmt: skip
+        layers = {layer.name: [own.regions[layer.pieces[0].region]] for layer in geometry.layers}
+        return encode_hello(hello, LayerDescriptors(layers))
+
+    def shutdown(self) -> None:
+        """Leave the router, then stop copying, then go."""
+        if self._registrar is not None:
+            self._registrar.close()
+            self._registrar = None
+        if self._reactor is not None:
+            self._reactor.close()
+            self._fence.close()
+            self._reactor = None
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before the forward pass: what the scheduler half decided."""
+        self._chunks, self._computed = plan.chunks, 0
+        events = self._events(plan)
+        if events:
+            self._submit(events)
+
+    def layer_computed(self, layer_name: str) -> None:
+        """The KV of one layer is written (or, on an accelerator, queued to be)."""
+        if self._chunks and self._layers.get(layer_name) == self._computed:
+            self._computed += 1
+            self._progress(self._computed)
+
+    def end_step(self) -> None:
+        """The forward pass is done: whatever layer did not say so itself is computed now."""
+        if self._chunks and self._computed < len(self._layers):
+            self._progress(len(self._layers))
+        self._chunks = ()
+
+    def results(self) -> Results:
+        """What was settled since the last step."""
+        out = Results()
+        assert self._reactor is not None
+        for settled in self._reactor.take_settled():
+            self._report(settled, out)
+        for owner, why in self._failed.items():
+            log.warning("request %s: KV load failed: %s", owner, why)
+            out.finished_recving.add(owner)
+            out.failed_recving.add(owner)
+        self._failed.clear()
+        return out
+
+    def _report(self, settled: Settled, out: Results) -> None:
+        if self._config.is_producer:
+            if settled.verdict != "done":
+                log.warning("request %s: its KV was not taken: %s", settled.owner, settled.reason)
+            out.finished_sending.add(settled.owner)
+            return
+        out.finished_recving.add(settled.owner)
+        if settled.verdict == "failed":
+            log.warning("request %s: KV load failed: %s", settled.owner, settled.reason)
+            out.failed_recving.add(settled.owner)
+
+    def _submit(self, events: list[Event]) -> None:
+        assert self._reactor is not None, "vLLM calls hooks only after register_kv_caches"
+        self._reactor.submit(events)
+
+    def _progress(self, layers: int) -> None:
+        events: list[Event] = [Progress(c.transfer_id, c.start, c.end, layers, c.blocks) for c in self._chunks]
+
+        def computed(error: BaseException | None) -> None:
+            if error is None:
+                self._submit(events)
+            else:  # the device is broken: nothing that it computed is sent, and vLLM hears of it by itself
+                log.error("the layers of this step are not sent: %s", error)
+
+        self._fence.after(computed)
+
+    def _events(self, plan: StepPlan) -> list[Event]:
+        events: list[Event] = []
+        for offer in plan.offers:
+            peers = self._peers(offer.params)
+            events.append(StartOffer(offer.params.transfer_id, offer.request_id, peers, offer.goal_blocks))
+        events += [Preempt(transfer_id) for transfer_id in plan.preempts]
+        events += [Finish(transfer_id) for transfer_id in plan.finishes]
+        events += [AbortTransfer(transfer_id) for transfer_id in plan.aborts]
+        events += [Expect(params.transfer_id, self._prefill(params)) for params in plan.expects]
+        for load in plan.loads:
+            if load.params is None:
+                self._failed[load.request_id] = load.error
+                continue
+            remote = load.params.remote_blocks[0] if load.params.remote_blocks else ()
+            peer = self._prefill(load.params)
+            events.append(Load(load.params.transfer_id, load.request_id, peer, load.blocks, load.first_block, remote))
+        events += [Skip(params.transfer_id, self._prefill(params)) for params in plan.skips]
+        return events
+
+    # --- addresses ------------------------------------------------------------------------------------------------
+
+    def _prefill(self, params: TransferParams) -> Endpoint:
+        ranks = self._config.ranks
+        return endpoint(params, params.remote_dp_rank, ranks.tp_rank, ranks.tp_size)
+
+    def _peers(self, params: TransferParams) -> tuple[Endpoint, ...]:
+        """Our counterparts in every data-parallel rank of D: its announcement says which one it is."""
+        if params.peer is None:
+            return ()
+        ranks, count = self._config.ranks, min(max(1, params.remote_dp_size), MAX_DP_RANKS)
+        return tuple(endpoint(params, rank, ranks.tp_rank, ranks.tp_size) for rank in range(count))
+
+
+def endpoint(params: TransferParams, dp_rank: int, tp_rank: int, tp_size: int) -> Endpoint:
+    """Where our counterpart (the same TP rank) listens in a data-parallel rank of the peer.
+
+    Raises:
+        ParameterError: the rank has no host, or a port above 65535.
+    """
+    assert params.peer is not None
+    local, size = params.remote_dp_size_local, params.remote_tp_size or tp_size
+    return Endpoint(
+        params.host_of(dp_rank),
+        addresses.handshake_port(params.peer.handshake_port, dp_rank, tp_rank, size, local),
+        addresses.notify_port(params.peer.notify_port, dp_rank, tp_rank, size, local),
+    )
