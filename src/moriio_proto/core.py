@@ -1,10 +1,10 @@
-"""The core: everything one worker knows of its transfers and peers.  Pure: events in, effects out, time an argument.
+"""The core: everything one worker knows of its transfers and peers.  Pure: events in, effects out.
 
     effects = core.receive(event, now)      # something happened
     effects = core.tick(now)                # core.next_deadline() has come
 
-The host owes: effects are carried out in order; each `Post` is answered by one `OpEnded`, each `Connect` by `Connected` or
-`Disconnected`; `tick` is called when `next_deadline()` has come, not before.  One thread owns a core.
+Time is an argument.  The host owes: effects are carried out in order; each `Post` is answered by one `OpEnded`, each
+`Connect` by `Connected` or `Disconnected`; `tick` is called when `next_deadline()` has come.  One thread owns a core.
 
 What the machines need from each other goes through `feed`: an action puts a trigger for another record in line, and
 the core fires it when the present step is done.  So no step runs inside another.
@@ -153,7 +153,7 @@ class Core:
         self.now = 0.0
         self.next_token = 1
         self._table: Compiled = offer.TABLE if prefill else landing.TABLE
-        self._record: type[Offer] | type[Landing] = Offer if prefill else Landing
+        self._record: type[Offer | Landing] = Offer if prefill else Landing
         self._triggers = _AT_PREFILL if prefill else _AT_DECODE
         self._ops: dict[int, Transfer] = {}
         self._timers = Timers()
@@ -320,7 +320,9 @@ class Core:
         """A record for a transfer that only the peer knows; it is kept if the message moves it on."""
         if isinstance(message, RemoteBlocks) and (len(message.blocks) != 1 or not message.blocks[0]):
             groups = [len(ids) for ids in message.blocks]
-            raise RemoteProtocolError(f"{message.transfer_id}: blocks of {groups} per group: expected one group, not empty")
+            raise RemoteProtocolError(
+                f"{message.transfer_id}: {groups} blocks per group: expected one group, not empty"
+            )
         if len(self.transfers) >= self.config.max_transfers:
             self.stats.dropped += 1
             return None
@@ -347,7 +349,7 @@ class Core:
         try:
             check_compatible(self.config.geometry, extension.geometry)
             if extension.tp_size != self.tp_size:
-                raise GeometryMismatchError("tp_size", self.tp_size, extension.tp_size)  # noqa: TRY301
+                raise GeometryMismatchError("tp_size", self.tp_size, extension.tp_size)
         except GeometryMismatchError as e:
             geometry, problem = None, str(e)
         return _Judged(event.hello, event.layers, extension.token, extension.capabilities, geometry, problem)

@@ -87,8 +87,10 @@ Verdict: TypeAlias = str  # "done", "failed" or "aborted"
 
 @attrs.frozen
 class Settled:
-    """The transfer is over for vLLM, and its blocks are quiet: exactly one per `Load`, `Finish` or `AbortTransfer`
-    that hands blocks over.  `verdict` "done" on a decode node: the KV is complete and was read under a valid lease.
+    """The transfer is over for vLLM, and its blocks are quiet.
+
+    Exactly one per `Load`, and per `Finish` or `AbortTransfer` that hands blocks over.  `verdict` "done" on a decode
+    node: the KV is complete, and was moved under a valid lease.
     """
 
     transfer_id: str

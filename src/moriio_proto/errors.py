@@ -1,14 +1,15 @@
 """All exceptions of the protocol.
 
-    MoriioError
-     +-- DeclarationError         a machine that cannot be compiled (our bug, at import)
-     +-- ProtocolError            an input that a state or a decoder has no answer for
-     |    +-- LocalProtocolError  the caller did it
-     |    +-- RemoteProtocolError a peer, the router or a client did it; harms only its own transfer
-     |         +-- DecodeError    bytes that are no message
-     |         +-- ParameterError kv_transfer_params or a request id that do not lead to a peer
-     +-- IllegalEventError        no row; raised by the table, turned into one of the above by the core
-     +-- ConfigurationError       a key of the configuration; names key, value and what was expected
+MoriioError
+ +-- DeclarationError         a machine that cannot be compiled (our bug, at import)
+ +-- ProtocolError            an input that a state or a decoder has no answer for
+ |    +-- LocalProtocolError  the caller did it
+ |    +-- PlanError           blocks or layers that a side does not have (geometry.plan)
+ |    +-- RemoteProtocolError a peer, the router or a client did it; harms only its own transfer
+ |         +-- DecodeError    bytes that are no message
+ |         +-- ParameterError kv_transfer_params or a request id that do not lead to a peer
+ +-- IllegalEventError        no row; raised by the table, turned into one of the above by the core
+ +-- ConfigurationError       a key of the configuration; names key, value and what was expected
 """
 
 from __future__ import annotations

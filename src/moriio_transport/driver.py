@@ -18,13 +18,14 @@ import attrs
 
 from moriio_proto.core import Core
 from moriio_proto.effects import Cancel, Connect, Dial, Disconnect, Effect, Post, Reply, Send, Settled
-from moriio_proto.errors import DecodeError, ProtocolError
+from moriio_proto.errors import DecodeError, LocalProtocolError, ProtocolError
 from moriio_proto.events import (
     Connected,
     Disconnected,
     Endpoint,
     Event,
     HelloReceived,
+    Load,
     OpEnded,
     Preempt,
     Progress,
@@ -168,6 +169,11 @@ class Driver:
     def _step(self, event: Event, now: float) -> None:
         try:
             effects = self.core.receive(event, now)
+        except LocalProtocolError as e:
+            log.error("refused: %s", e)
+            if isinstance(event, Load):  # vLLM waits for its end, whatever went wrong
+                self.settled.append(Settled(event.transfer_id, event.owner, "failed", str(e)))
+            return
         except ProtocolError as e:
             log.warning("dropped: %s", e)
             return

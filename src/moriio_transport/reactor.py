@@ -8,6 +8,7 @@ Other threads only append to `inbox` and take from `settled`; both are deques, w
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -87,10 +88,8 @@ class Reactor:
         if self._wake_fd is not None:
             os.eventfd_write(self._wake_fd, 1)
         elif self._pipe is not None:
-            try:
+            with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
                 os.write(self._pipe[1], b"\0")
-            except BlockingIOError:  # the pipe is full of wake-ups already
-                pass
 
     # --- the thread -----------------------------------------------------------------------------------------------
 

@@ -196,7 +196,7 @@ def _check_apart(name: str, tensor: torch.Tensor, inner: Sequence[_Axis]) -> Non
     """No two elements of a block share bytes."""
     extent = tensor.element_size()
     for axis in reversed(inner):
-        if False:
+        if axis.stride < extent:
             raise _refuse(name, tensor, "a cache whose elements do not overlap")
         extent += axis.stride * (axis.size - 1)
 

@@ -3,8 +3,7 @@
     --kv-transfer-config '{"kv_connector": "MoRIIOConnector", "kv_connector_module_path": "moriio_vllm", ...}'
 
 Loads are asynchronous in both modes: a request enters a forward pass only when all of its KV is here.  So no layer
-ever waits, and no graph mode is excluded by `wait_for_layer_load`; WRITE's layerwise posting is Python between layers and
-asks for piecewise graphs.
+ever waits, and READ runs under any graph mode.  WRITE posts layer by layer from Python, and asks for piecewise graphs.
 """
 
 from __future__ import annotations
@@ -59,7 +58,10 @@ class MoRIIOConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             )  # fmt: skip
             self._scheduler = make_scheduler(instance, is_producer=config.is_producer)
         else:
-            self._worker = WorkerHalf(config, kv_cache_config, attention_backend_name(vllm_config))
+            self._worker = WorkerHalf(
+                config, kv_cache_config, cache_dtype=vllm_config.cache_config.cache_dtype,
+                attention_backend=attention_backend_name(vllm_config),
+            )  # fmt: skip
 
     # --- scheduler side -------------------------------------------------------------------------------------------
 

@@ -35,8 +35,9 @@ class Chunk:
 
 @attrs.frozen
 class LoadPlan:
-    """D: blocks were allocated to be filled from position `first_block` on.  `error`: the request's parameters are
-    unusable; the load fails at once and vLLM's policy decides.
+    """D: blocks were allocated to be filled from position `first_block` on.
+
+    `error`: the request's parameters are unusable; the load fails at once and vLLM's policy decides.
     """
 
     request_id: str

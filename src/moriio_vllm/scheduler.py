@@ -13,7 +13,7 @@ local computation on D.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 from vllm.v1.request import RequestStatus
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["DecodeScheduler", "Instance", "PrefillScheduler", "make_scheduler"]
 
 log = logging.getLogger(__name__)
+
+Groups: TypeAlias = "tuple[list[int], ...]"  # block ids per KV cache group
 
 _SERVED = frozenset({RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED})
 
@@ -144,7 +146,7 @@ class PrefillScheduler:
         offer.started = True
         plan.chunks.append(Chunk(offer.params.transfer_id, start, end, offer.blocks[:end]))
 
-    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: Groups) -> tuple[bool, dict[str, Any] | None]:
         """The request is over: hand its blocks over, and answer the router if they are worth reading."""
         offer = self._offers.get(request.request_id)
         if offer is None:
@@ -249,7 +251,7 @@ class DecodeScheduler:
         self._new.clear()
         return plan
 
-    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: Groups) -> tuple[bool, dict[str, Any] | None]:
         """The request is over; vLLM itself waits for `finished_recving` of a load that is under way."""
         load = self._loads.get(request.request_id)
         if load is None:
@@ -283,4 +285,3 @@ class DecodeScheduler:
 def make_scheduler(instance: Instance, *, is_producer: bool) -> PrefillScheduler | DecodeScheduler:
     """The half of the configured role."""
     return PrefillScheduler(instance) if is_producer else DecodeScheduler(instance)
-

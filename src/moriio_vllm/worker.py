@@ -1,7 +1,7 @@
 """The worker half: vLLM's worker hooks in, core events out; verdicts in, vLLM's answers out.
 
 It decides nothing and waits for nobody: hooks append to the reactor's inbox or read what it has settled.
-`register_kv_caches` builds everything in the order in which it may fail: caches, transport, ports, thread, registration.
+`register_kv_caches` builds everything in the order in which it may fail: caches, transport, ports, registration.
 """
 
 from __future__ import annotations
@@ -68,8 +68,11 @@ class Results:
 class WorkerHalf:
     """One rank."""
 
-    def __init__(self, config: ConnectorConfig, cache_config: KVCacheConfig, attention_backend: str) -> None:
-        self._config, self._cache_config, self._attention_backend = config, cache_config, attention_backend
+    def __init__(
+        self, config: ConnectorConfig, kv_cache_config: KVCacheConfig, *, cache_dtype: str, attention_backend: str
+    ) -> None:
+        self._config, self._kv_cache_config, self._cache_dtype = config, kv_cache_config, cache_dtype
+        self._attention_backend = attention_backend
         self._token = uuid.uuid4().hex
         self._reactor: Reactor | None = None
         self._registrar: Registrar | None = None
@@ -83,7 +86,7 @@ class WorkerHalf:
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """The caches are allocated: describe them, register them, listen, and only then be found by the router."""
         config = self._config
-        geometry, regions = describe_vllm_caches(kv_caches, self._cache_config)
+        geometry, regions = describe_vllm_caches(kv_caches, self._kv_cache_config, self._cache_dtype)
         self._layers = {layer.name: i for i, layer in enumerate(geometry.layers)}
         self._fence = DeviceFence(next(iter(kv_caches.values())).device)
         transport = load_transport(config.backend).create(

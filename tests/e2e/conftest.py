@@ -9,9 +9,6 @@ from moriio_vllm.demo.model import cache_dir, ensure_model
 from moriio_vllm.demo.prompts import PromptMaker
 from moriio_vllm.demo.stack import StackOptions
 
-BURST = 32
-LONG_ANSWERS = 12
-
 
 @pytest.fixture(scope="session")
 def say(pytestconfig):
@@ -42,6 +39,6 @@ def maker(model):
 def expected(model, maker, tmp_path_factory, say):
     """The single server's answers: a function from prompts, of the sets in use here, to answers."""
     options = StackOptions(model, tmp_path_factory.mktemp("single"))
-    every = [*maker.demo(), *maker.burst(BURST), *maker.shared_prefix(), *maker.long_answers(LONG_ANSWERS)]
+    every = [*maker.demo(), *maker.burst(), *maker.shared_prefix(), *maker.long_answers()]
     known = dict(zip(every, baseline_answers(every, options, cache_dir(), say), strict=True))
     return lambda prompts: [known[prompt] for prompt in prompts]

@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from conftest import BURST
 
 from moriio_vllm.demo.process import wait_any_ended
-from moriio_vllm.demo.prompts import BLOCK
+from moriio_vllm.demo.prompts import BLOCK, BURST
 from moriio_vllm.demo.report import rows
 from moriio_vllm.demo.stack import StackOptions, running_stack
 
@@ -54,7 +53,7 @@ def wait_for_usage(stack, start):
 
 
 def test_every_prompt_is_exact_and_its_cache_was_moved(mode, stack, maker, expected):
-    """Each prompt of 1 to 1,500 tokens, chat or completion, gets the single server's answer out of the moved KV cache."""
+    """Each prompt of 1 to 1,500 tokens, chat or completion, gets the right answer out of the moved cache."""
     prompts = maker.demo()
     before = stack.tokens_received()
     answers = [stack.router.ask(prompt) for prompt in prompts]
@@ -73,20 +72,20 @@ def test_streaming_changes_nothing(mode, stack, maker, expected):
 
 def test_many_at_once_are_exact(mode, stack, maker, expected):
     """Thirty-two requests at the same time each get the answer that they get alone."""
-    prompts = maker.burst(BURST)
+    prompts = maker.burst()
     assert_exact(mode, prompts, stack.router.ask_all(prompts), expected)
 
 
 def test_shared_prefixes_are_exact(mode, stack, maker, expected):
-    """Prompts that share whole or part blocks, or are sent again, are exact with prefix caching on, in turn and at once."""
+    """Prompts that share whole or part blocks, or are sent again, are exact, in turn and at once."""
     prompts = maker.shared_prefix()
     assert_exact(mode, prompts, [stack.router.ask(prompt) for prompt in prompts], expected)
     assert_exact(mode, prompts, stack.router.ask_all(prompts), expected)
 
 
 def test_plain_requests_mixed_in_are_exact(mode, stack, maker, expected):
-    """Requests sent straight to the prefill and the decode server are served by them alone, between those of the router."""
-    prompts = maker.burst(BURST)
+    """Requests sent straight to the prefill and the decode server are answered right among the router's."""
+    prompts = maker.burst()
     places = [stack.router, stack.decode, stack.router, stack.prefill]
     with ThreadPoolExecutor(max_workers=BURST) as pool:
         futures = [pool.submit(places[i % len(places)].ask, prompt) for i, prompt in enumerate(prompts)]
@@ -94,11 +93,11 @@ def test_plain_requests_mixed_in_are_exact(mode, stack, maker, expected):
 
 
 def test_clients_that_leave_take_nothing_with_them(mode, stack, maker, expected):
-    """After 32 clients hung up within two seconds both caches are as empty as before, and the next answers are right."""
+    """After 32 clients hung up within two seconds both caches are as before and the next answers right."""
     start = wait_for_usage(stack, [0.0, 0.0])
     assert start == [0.0, 0.0]
     order = random.Random(SEED)
-    prompts = [replace(prompt, max_tokens=400, stream=True) for prompt in maker.burst(BURST)]
+    prompts = [replace(prompt, max_tokens=400, stream=True) for prompt in maker.burst()]
     with ThreadPoolExecutor(max_workers=BURST) as pool:
         left = [pool.submit(stack.router.ask_and_leave, prompt, order.uniform(0, 2)) for prompt in prompts]
     assert sum(future.result() for future in left) >= BURST // 2

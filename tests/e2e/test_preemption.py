@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from conftest import LONG_ANSWERS
 
 from moriio_vllm.demo.report import rows
 from moriio_vllm.demo.stack import StackOptions, running_stack
@@ -17,7 +16,7 @@ SMALL_CACHE = ("--num-gpu-blocks-override=40", "--max-model-len=512")
 @pytest.mark.parametrize("mode", ["write", "read"])
 def test_preempted_requests_are_exact(mode, model, maker, expected, tmp_path, say):
     """Requests preempted on the decode server after their cache arrived still get the single server's answer."""
-    prompts = maker.long_answers(LONG_ANSWERS)
+    prompts = maker.long_answers()
     with running_stack(StackOptions(model, tmp_path, mode, decode_args=SMALL_CACHE), say) as stack:
         answers = stack.router.ask_all(prompts)
         preemptions = stack.decode.metric("vllm:num_preemptions_total")

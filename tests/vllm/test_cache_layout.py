@@ -206,7 +206,12 @@ REFUSED = {
     "heads without an axis": (torch.zeros(BLOCKS, TOKENS, CONTENT), SPEC),
     "two axes": (torch.zeros(BLOCKS, TOKENS), LATENT),
     "raw bytes": (torch.zeros(4096, dtype=torch.int8), SPEC),
-    "overlapping elements": (torch.zeros(BLOCKS, 1, TOKENS, CONTENT).expand(-1, HEADS, -1, -1), SPEC),
+    "overlapping heads": (
+        torch.zeros(BLOCKS * 512).as_strided(
+            (BLOCKS, HEADS, TOKENS, CONTENT), (512, TOKENS * CONTENT // 2, CONTENT, 1)
+        ),
+        SPEC,
+    ),
     "content not contiguous": (torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT * 2)[..., ::2], SPEC),
     "ambiguous axes": (torch.zeros(2, BLOCKS, 4, 4, 4), LayerSpec(4, 4, 4, 32)),
 }

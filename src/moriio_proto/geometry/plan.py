@@ -234,7 +234,7 @@ def split(plan: TransferPlan, max_ops: int) -> list[TransferPlan]:
     return [TransferPlan(*(f[at : at + max_ops] for f in fields)) for at in range(0, len(plan), max_ops)]
 
 
-def plan_blocks(  # noqa: PLR0917  two sides, what to copy on each, one limit
+def plan_blocks(
     local: CacheGeometry,
     remote: CacheGeometry,
     layers: Sequence[int] | slice,

@@ -24,7 +24,7 @@ Commands (`N` is P or D, `t` a transfer id):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import attrs
 
@@ -59,7 +59,8 @@ LAYERS = 4
 def small_geometry(layers: int = LAYERS, blocks: int = 64, block_bytes: int = 256) -> CacheGeometry:
     """A cache of equal layers, each in its own part of one region."""
     size = blocks * block_bytes
-    made = tuple(LayerLayout(f"layer.{i}", (Piece(0, i * size, block_bytes, block_bytes),), "bytes") for i in range(layers))
+    pieces = [(Piece(0, i * size, block_bytes, block_bytes),) for i in range(layers)]
+    made = tuple(LayerLayout(f"layer.{i}", piece, "bytes") for i, piece in enumerate(pieces))
     return CacheGeometry(layers=made, region_bytes=(layers * size,), num_blocks=blocks, block_tokens=16)
 
 
@@ -119,9 +120,10 @@ class Transcript:
             mine = [int(x) for x in plain[0].split(",")]
             event = Load(transfer, f"req-{transfer}", peer, mine, int(named.get("first", 0)), remote)
         elif verb in {"expect", "skip"}:
-            event = (Expect if verb == "expect" else Skip)(transfer, peer)
+            event = Expect(transfer, peer) if verb == "expect" else Skip(transfer, peer)
         else:
-            event = {"preempt": Preempt, "finish": Finish, "abort": AbortTransfer}[verb](transfer)
+            bare: dict[str, Callable[[str], Event]] = {"preempt": Preempt, "finish": Finish, "abort": AbortTransfer}
+            event = bare[verb](transfer)
         self._give(node, event)
 
     def _do_deliver(self, count: str = "1000") -> None:
@@ -198,8 +200,9 @@ class Transcript:
         if isinstance(effect, Send | Reply):
             kind = type(effect.message).__name__
             self.flying.append((kind, far.name, Received(effect.message, route=node.name)))
-            note = f" FAILED ({effect.message.reason})" if isinstance(effect.message, WriteDone) and effect.message.failed else ""
-            return f"sends {kind}{note}"
+            message = effect.message
+            failed = isinstance(message, WriteDone) and message.failed
+            return f"sends {kind}" + (f" FAILED ({getattr(message, 'reason', '')})" if failed else "")
         if isinstance(effect, Post):
             node.ops.append(effect)
             pairs = " ".join(f"{a}>{b}" for a, b in zip(effect.local_blocks, effect.remote_blocks, strict=True))

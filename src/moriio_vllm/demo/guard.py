@@ -1,9 +1,9 @@
 """Run one command so that nothing of it outlives us: ``python guard.py GRACE_SECONDS COMMAND...``.
 
 A server forks helpers, which fork again. The guard stands between us and them: it adopts every orphan among its
-descendants (``PR_SET_CHILD_SUBREAPER``), and it ends all of them when its standard input reaches end of file. Our end of
-that pipe closes when we close it and just as well when we are killed, so not even ``kill -9`` of the demo leaves a
-server behind. Should the guard itself be killed, the kernel kills the command (``PR_SET_PDEATHSIG``).
+descendants (``PR_SET_CHILD_SUBREAPER``), and ends all of them when its standard input reaches end of file. Our end of
+that pipe closes when we close it and just as well when we are killed: not even ``kill -9`` of the demo leaves a server
+behind. Should the guard itself be killed, the kernel kills the command (``PR_SET_PDEATHSIG``).
 
 The file runs on its own (``python -I -S guard.py``), without the package around it, so that it starts in a few
 milliseconds.

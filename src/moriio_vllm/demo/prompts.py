@@ -1,8 +1,8 @@
 """The prompts of the demo and of the end-to-end tests.
 
 Completions are given as token ids, so their lengths in tokens are exact: one token, around the block size of 16, and
-over the 512 tokens that one step of prefill takes. Each prompt begins differently, so that no server's prefix cache makes
-a transfer smaller than its name says; prompts that share a prefix on purpose have a set of their own.
+over the 512 tokens that one step of prefill takes. Each prompt begins differently, so that no server's prefix cache
+makes a transfer smaller than its name says; prompts that share a prefix on purpose have a set of their own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 BLOCK = 16
 """Tokens in a KV cache block of the demo's servers (vLLM's default)."""
+BURST = 32
+"""How many requests the tests send at once."""
+LONG_ANSWERS = 12
+"""How many requests together outgrow the small cache of the preemption test."""
 LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 100, 511, 512, 513, 1024, 1500)
 # The first word of each prompt, because a prompt of one token has nothing else to differ in.
 _STARTS = ("One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten", "Eleven", "Twelve")
@@ -103,7 +107,7 @@ class PromptMaker:
 
     def demo(self) -> list[Prompt]:
         """The prompts of the demo: completions of all ``LENGTHS``, and chats, streamed and not."""
-        prompts = []
+        prompts: list[Prompt] = []
         for n in LENGTHS:
             name = f"completion of {n} token{'s' if n > 1 else ''}"
             prompts.append(
@@ -117,7 +121,7 @@ class PromptMaker:
             Prompt("chat, long message", f"{story}\nWhat was this about?", 32),
         ]
 
-    def burst(self, count: int) -> list[Prompt]:
+    def burst(self, count: int = BURST) -> list[Prompt]:
         """``count`` different prompts of 5 to 300 tokens, to be sent at once; every fourth is a chat."""
         order = random.Random(count)  # noqa: S311
         prompts = []
@@ -138,7 +142,7 @@ class PromptMaker:
         inside = prefix[: 3 * BLOCK + 5] + self.tokens(40, "leaves within a block")
         return [*prompts, Prompt("prefix left within a block", inside), Prompt("prefix once more", prefix)]
 
-    def long_answers(self, count: int) -> list[Prompt]:
+    def long_answers(self, count: int = LONG_ANSWERS) -> list[Prompt]:
         """``count`` prompts of 3 blocks that each generate 6 blocks more: they outgrow a small cache together."""
         return [
             Prompt(f"long answer {i}", self.tokens(3 * BLOCK, f"Tale {i}"), 6 * BLOCK, stream=i % 2 == 0)
