@@ -170,7 +170,7 @@ class Driver:
         try:
             effects = self.core.receive(event, now)
         except LocalProtocolError as e:
-            log.error("refused: %s", e)
+            log.exception("refused")
             if isinstance(event, Load):  # vLLM waits for its end, whatever went wrong
                 self.settled.append(Settled(event.transfer_id, event.owner, "failed", str(e)))
             return

@@ -8,7 +8,6 @@ Other threads only append to `inbox` and take from `settled`; both are deques, w
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -38,8 +37,7 @@ class Reactor:
     def __init__(self, driver: Driver, control: ZmqControl, clock: Callable[[], float] = time.monotonic) -> None:
         self._driver, self._control, self._clock = driver, control, clock
         self._inbox: deque[Event] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if hasattr(os, "eventfd") else None
-        self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if self._wake_fd is None else None
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
         self._cause: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="moriio-reactor", daemon=True)
@@ -83,13 +81,13 @@ class Reactor:
         self._wake()
         if self._thread.is_alive():
             self._thread.join()
+        if self._wake_fd >= 0:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
 
     def _wake(self) -> None:
-        if self._wake_fd is not None:
+        if self._wake_fd >= 0:
             os.eventfd_write(self._wake_fd, 1)
-        elif self._pipe is not None:
-            with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
-                os.write(self._pipe[1], b"\0")
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
@@ -106,13 +104,13 @@ class Reactor:
     def _loop(self) -> None:
         driver, poller = self._driver, self._control.poller
         transport_fd = driver.transport.fileno()
-        wake_fd = self._wake_fd if self._wake_fd is not None else self._pipe[0]  # type: ignore[index]
+        wake_fd = self._wake_fd
         poller.register(transport_fd, zmq.POLLIN)
         poller.register(wake_fd, zmq.POLLIN)
         while not self._closing:
             for source, _ in poller.poll(self._timeout_ms()):
                 if source == wake_fd:
-                    os.read(wake_fd, 4096)
+                    os.eventfd_read(wake_fd)
                 elif source == transport_fd:
                     driver.on_transport(self._clock())
                 else:

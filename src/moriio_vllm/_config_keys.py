@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import attrs
 
 from moriio_proto.errors import ConfigurationError, ParameterError
 from moriio_proto.wire.addresses import tcp_endpoint
+from moriio_transport.faulty import FaultPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["BY_NAME", "KEYS", "MAX_PORT", "PREFIX", "REQUIRED", "Key", "Value", "config_table"]
 
 PREFIX: Final = "kv_connector_extra_config"
-Value: TypeAlias = "int | float | bool | str | None"
+Value: TypeAlias = "int | float | bool | str | FaultPlan | None"
 REQUIRED: Final = "required"  # in place of a default
 MAX_PORT: Final = 65535
 
@@ -25,12 +26,12 @@ MAX_PORT: Final = 65535
 class Key:
     """One key: its type, what it is without being given, and its range.
 
-    `type` is "int", "float" (finite), "bool", "name" (lower case), "text" or "host"; `low` and `high` are
+    `type` is "int", "float" (finite), "bool", "name" (lower case), "text", "host" or "faults"; `low` and `high` are
     inclusive, save that a float is above a `low` of 0.  `or_value` is one more value that is allowed.
     """
 
     name: str
-    type: Literal["int", "float", "bool", "name", "text", "host"]
+    type: Literal["int", "float", "bool", "name", "text", "host", "faults"]
     default: Value
     doc: str
     low: float = -math.inf
@@ -82,6 +83,7 @@ _NOUNS: Final = {
     "name": "a name",
     "text": "a text",
     "host": "a host name or an IP address",
+    "faults": "a map of delay_ms, fail_every, lose_every, refuse_every and seed",
 }
 
 
@@ -129,6 +131,15 @@ def _parse_host(value: object) -> str:
     return host
 
 
+def _parse_faults(value: object) -> FaultPlan:
+    if not isinstance(value, dict):
+        raise TypeError
+    numbers: dict[str, Any] = {
+        str(name): _parse_float(number) if name == "delay_ms" else _parse_int(number) for name, number in value.items()
+    }
+    return FaultPlan(**numbers)
+
+
 _PARSERS: Final[dict[str, Callable[[object], Value]]] = {
     "int": _parse_int,
     "float": _parse_float,
@@ -136,6 +147,7 @@ _PARSERS: Final[dict[str, Callable[[object], Value]]] = {
     "name": _parse_name,
     "text": _parse_text,
     "host": _parse_host,
+    "faults": _parse_faults,
 }
 
 KEYS: Final = (
@@ -154,7 +166,10 @@ KEYS: Final = (
     Key("defer_timeout", "float", 60.0, "Seconds that prefill keeps blocks for a peer without leases.", 0),
     Key("recv_abort_timeout", "float", 120.0, "Seconds after which decode gives up waiting for a transfer.", 0),
     Key("ping_interval", "float", 1.5, "Seconds between pings; vllm-router drops an instance after 4.2 s.", 0.05, 3600),
-    Key("lease", "float", 10.0, "Seconds for which prefill keeps blocks; decode renews it while it waits.", 1, 3600),
+    Key("lease", "float", 10.0, "Seconds that a lease on blocks lasts; renewed at a third of it.", 1, 3600),
+    Key("trace_file", "text", None, "File that gets every row a machine takes, as JSON lines; `{pid}` is filled in."),
+    Key("fault_injection", "faults", None, "Let transfers fail on purpose; needs `allow_fault_injection`. For tests."),
+    Key("allow_fault_injection", "bool", False, "Says that `fault_injection` is meant."),
 )  # fmt: skip
 
 BY_NAME: Final = {key.name: key for key in KEYS}
@@ -162,7 +177,7 @@ BY_NAME: Final = {key.name: key for key in KEYS}
 
 def _shown(value: Value) -> str:
     """A default as the user would write it; nothing when there is none."""
-    if value is None:
+    if value is None or isinstance(value, FaultPlan):
         return ""
     return str(value).lower() if isinstance(value, (bool, str)) else f"{value:g}"
 

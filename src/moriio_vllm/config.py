@@ -17,6 +17,7 @@ import attrs
 from moriio_proto.errors import ConfigurationError
 from moriio_proto.wire.addresses import ZmqAddress, handshake_port, local_dp_rank, notify_port, tcp_endpoint
 from moriio_proto.wire.messages import Mode, Ping
+from moriio_transport.faulty import FaultPlan
 from moriio_vllm._config_keys import BY_NAME, KEYS, MAX_PORT, PREFIX, REQUIRED, Key, Value, config_table
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ class ConnectorConfig:
     recv_abort_timeout: float
     ping_interval: float
     lease: float
+    trace_file: str | None
+    fault_injection: FaultPlan | None
+    allow_fault_injection: bool
     transport_options: Mapping[str, Any]
 
     @classmethod
@@ -128,6 +132,9 @@ class ConnectorConfig:
     def __attrs_post_init__(self) -> None:  # what no key can say for itself
         if self.proxy_ip is not None and self.proxy_ping_port is None:
             raise _missing("proxy_ping_port")
+        if self.fault_injection is not None and not self.allow_fault_injection:
+            why = "no such key, or allow_fault_injection true with it: transfers would fail on purpose"
+            raise ConfigurationError(BY_NAME["fault_injection"].path, self.fault_injection, why)
         count = self.ranks.in_pod
         for name in _PORTS_BY_RANK:
             base = getattr(self, name)

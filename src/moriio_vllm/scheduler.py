@@ -21,6 +21,7 @@ from vllm.v1.request import RequestStatus
 from moriio_proto.errors import ParameterError
 from moriio_proto.wire.messages import Mode
 from moriio_proto.wire.params import TransferParams, parse_decode_params, parse_prefill_params, prefill_answer
+from moriio_vllm import endpoints
 from moriio_vllm.metadata import Chunk, LoadPlan, OfferPlan, StepPlan
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ class PrefillScheduler:
         """Admission: read the parameters once."""
         try:
             params = parse_prefill_params(request.kv_transfer_params, request.request_id, self._it.mode)
+            if params is not None:
+                endpoints.check(params, self._it.tp_size, is_producer=True)
         except ParameterError as e:
             log.warning("request %s is served as a plain one: %s", request.request_id, e)
             return
@@ -185,6 +188,11 @@ class _Load:
     finished: bool = False
 
 
+def _check_group(params: TransferParams) -> None:
+    if len(params.remote_blocks) > 1:
+        raise ParameterError("remote_block_ids", params.remote_blocks, "the blocks of one KV cache group")
+
+
 class DecodeScheduler:
     """The hooks of a decode node."""
 
@@ -200,8 +208,9 @@ class DecodeScheduler:
         params, error = None, ""
         try:
             params = parse_decode_params(request.kv_transfer_params, request.request_id, self._it.mode)
-            if params is not None and len(params.remote_blocks) > 1:
-                raise ParameterError("remote_block_ids", params.remote_blocks, "the blocks of one KV cache group")
+            if params is not None:
+                _check_group(params)
+                endpoints.check(params, self._it.tp_size, is_producer=False)
         except ParameterError as e:
             error = str(e)
             log.warning("request %s cannot be loaded: %s", request.request_id, e)

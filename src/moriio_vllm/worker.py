@@ -15,7 +15,6 @@ import attrs
 from moriio_proto.core import Core, CoreConfig, Role, Timing
 from moriio_proto.events import (
     AbortTransfer,
-    Endpoint,
     Event,
     Expect,
     Finish,
@@ -25,15 +24,17 @@ from moriio_proto.events import (
     Skip,
     StartOffer,
 )
-from moriio_proto.wire import addresses
 from moriio_proto.wire.codec import encode_hello, encode_ping
 from moriio_proto.wire.messages import CAPABILITIES, Hello, HelloExtension, LayerDescriptors
 from moriio_transport.control import ZmqControl
 from moriio_transport.driver import Driver
+from moriio_transport.faulty import FaultyTransport
 from moriio_transport.reactor import Reactor
 from moriio_transport.registry import load_transport
+from moriio_transport.trace import TraceWriter
 from moriio_vllm.cache_layout import describe_vllm_caches
 from moriio_vllm.device import DeviceFence
+from moriio_vllm.endpoints import decode_endpoints, prefill_endpoint
 from moriio_vllm.registrar import Registrar
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
     from moriio_proto.effects import Settled
     from moriio_proto.geometry import CacheGeometry
-    from moriio_proto.wire.params import TransferParams
     from moriio_transport.base import Description, Region
     from moriio_vllm.config import ConnectorConfig
     from moriio_vllm.metadata import Chunk, StepPlan
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 __all__ = ["Results", "WorkerHalf"]
 
 log = logging.getLogger(__name__)
-
-MAX_DP_RANKS = 1024  # of a decode instance, per request: a client could name any number
 
 
 @attrs.define
@@ -94,6 +92,8 @@ class WorkerHalf:
             host=config.host,
             options=config.transport_options,
         )
+        if config.fault_injection is not None:
+            transport = FaultyTransport(transport, config.fault_injection)
         try:
             transport.register(regions)
             hello = self._hello(geometry, regions, transport.describe())
@@ -104,7 +104,8 @@ class WorkerHalf:
         except Exception:
             transport.close()  # whatever failed, the copy threads end before the error is shown
             raise
-        core = Core(self._core_config(geometry))
+        self._trace = TraceWriter(config.trace_file) if config.trace_file else None
+        core = Core(self._core_config(geometry), self._trace)
         self._reactor = Reactor(Driver(core, transport, control, geometry), control)
         self._reactor.start()
         if config.registers:
@@ -155,6 +156,8 @@ class WorkerHalf:
         if self._reactor is not None:
             self._reactor.close()
             self._fence.close()
+            if self._trace is not None:
+                self._trace.close()
             self._reactor = None
 
     # --- one step -------------------------------------------------------------------------------------------------
@@ -218,48 +221,21 @@ class WorkerHalf:
         self._fence.after(computed)
 
     def _events(self, plan: StepPlan) -> list[Event]:
+        tp_rank, tp_size = self._config.ranks.tp_rank, self._config.ranks.tp_size
         events: list[Event] = []
         for offer in plan.offers:
-            peers = self._peers(offer.params)
+            peers = decode_endpoints(offer.params, tp_rank, tp_size)
             events.append(StartOffer(offer.params.transfer_id, offer.request_id, peers, offer.goal_blocks))
         events += [Preempt(transfer_id) for transfer_id in plan.preempts]
         events += [Finish(transfer_id) for transfer_id in plan.finishes]
         events += [AbortTransfer(transfer_id) for transfer_id in plan.aborts]
-        events += [Expect(params.transfer_id, self._prefill(params)) for params in plan.expects]
+        events += [Expect(p.transfer_id, prefill_endpoint(p, tp_rank, tp_size)) for p in plan.expects]
         for load in plan.loads:
             if load.params is None:
                 self._failed[load.request_id] = load.error
                 continue
             remote = load.params.remote_blocks[0] if load.params.remote_blocks else ()
-            peer = self._prefill(load.params)
+            peer = prefill_endpoint(load.params, tp_rank, tp_size)
             events.append(Load(load.params.transfer_id, load.request_id, peer, load.blocks, load.first_block, remote))
-        events += [Skip(params.transfer_id, self._prefill(params)) for params in plan.skips]
+        events += [Skip(p.transfer_id, prefill_endpoint(p, tp_rank, tp_size)) for p in plan.skips]
         return events
-
-    # --- addresses ------------------------------------------------------------------------------------------------
-
-    def _prefill(self, params: TransferParams) -> Endpoint:
-        ranks = self._config.ranks
-        return endpoint(params, params.remote_dp_rank, ranks.tp_rank, ranks.tp_size)
-
-    def _peers(self, params: TransferParams) -> tuple[Endpoint, ...]:
-        """Our counterparts in every data-parallel rank of D: its announcement says which one it is."""
-        if params.peer is None:
-            return ()
-        ranks, count = self._config.ranks, min(max(1, params.remote_dp_size), MAX_DP_RANKS)
-        return tuple(endpoint(params, rank, ranks.tp_rank, ranks.tp_size) for rank in range(count))
-
-
-def endpoint(params: TransferParams, dp_rank: int, tp_rank: int, tp_size: int) -> Endpoint:
-    """Where our counterpart (the same TP rank) listens in a data-parallel rank of the peer.
-
-    Raises:
-        ParameterError: the rank has no host, or a port above 65535.
-    """
-    assert params.peer is not None
-    local, size = params.remote_dp_size_local, params.remote_tp_size or tp_size
-    return Endpoint(
-        params.host_of(dp_rank),
-        addresses.handshake_port(params.peer.handshake_port, dp_rank, tp_rank, size, local),
-        addresses.notify_port(params.peer.notify_port, dp_rank, tp_rank, size, local),
-    )

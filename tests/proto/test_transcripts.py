@@ -1,6 +1,6 @@
 """Transcripts: each file tells a story and pins down, effect by effect, what two cores do in it.
 
-`MORIIO_REWRITE=1 pytest tests/proto/test_transcripts.py` writes the output of today into the files, to be reviewed as a diff.
+`MORIIO_REWRITE=1 pytest tests/proto/test_transcripts.py` writes today's output into the files: review it as a diff.
 """
 
 from __future__ import annotations

@@ -8,15 +8,15 @@ import threading
 import numpy as np
 import pytest
 import zmq
+from tests.transport.nodes import HOST, Node, eventually, free_ports, make_node, pair
 
+from moriio_proto.core import Role
 from moriio_proto.errors import ConfigurationError
 from moriio_proto.events import AbortTransfer, Finish, Load, Preempt, Progress, StartOffer
-from moriio_proto.core import Role
 from moriio_proto.wire.messages import Mode
 from moriio_transport.control import ZmqControl
 from moriio_transport.driver import collapse
 from moriio_transport.reactor import ReactorDiedError
-from tests.transport.nodes import HOST, Node, eventually, free_ports, make_node, pair
 
 LAYERS = 4
 

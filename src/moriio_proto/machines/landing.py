@@ -34,14 +34,14 @@ _OVER = [S.RELEASING, S.CLOSED]
 ROWS: Final = [
     # the caller
     row("cmd_expect", S.NEW, S.QUEUED),
-    row("cmd_expect", S.CLOSED, None),  # P told its end before we knew the request
+    row("cmd_expect", _OVER, None),  # P told its end before we knew the request, or the id is used again
     row("cmd_load", S.QUEUED, S.CLOSED, "note_load", "settle_over", conditions="refused"),
     row("cmd_load", _FRESH, S.RELEASING, "note_load", "blame_short", "settle_over", "meet", conditions="short"),
     row("cmd_load", _FRESH, S.CLAIMING, "note_load", conditions="pulls"),
     row("cmd_load", _FRESH, S.ANNOUNCED, "note_load"),
-    row("cmd_load", S.CLOSED, None, "settle_again"),
+    row("cmd_load", _OVER, None, "settle_again"),
     row("cmd_skip", _FRESH, S.RELEASING, "meet"),
-    row("cmd_skip", S.CLOSED, None),
+    row("cmd_skip", _OVER, None),
     row("cmd_abort", S.QUEUED, S.RELEASING),
     row("cmd_abort", S.ANNOUNCED, S.FENCING, "unwant", conditions="may_be_written"),
     row("cmd_abort", [S.ANNOUNCED, S.CLAIMING], S.RELEASING, "unwant", "settle_over"),

@@ -43,7 +43,7 @@ ROWS: Final = [
     # the caller
     row("cmd_offer", S.NEW, S.COMPUTING, "adopt", "meet_peer"),
     row("cmd_offer", S.EXPECTED, S.CLAIMING, "adopt", "meet_peer"),
-    row("cmd_offer", S.FREED, None, "adopt_over"),  # D gave up before vLLM scheduled it
+    row("cmd_offer", [S.NOTIFYING, S.FREED], None, "adopt_over"),  # D gave up first, or the id is used again
     row("cmd_progress", [S.COMPUTING, S.CLAIMING], None, "note_progress"),
     row("cmd_progress", S.PUSHING, None, "note_progress", "pump"),
     row("cmd_progress", [S.NOTIFYING, S.DRAINING, S.FREED], None),
