@@ -153,6 +153,7 @@ class Core:
         self.now = 0.0
         self.next_token = 1
         self._table: Compiled = offer.TABLE if prefill else landing.TABLE
+        self._peer_table: Compiled = peer.TABLE
         self._record: type[Offer | Landing] = Offer if prefill else Landing
         self._triggers = _AT_PREFILL if prefill else _AT_DECODE
         self._ops: dict[int, Transfer] = {}
@@ -362,7 +363,7 @@ class Core:
     # --- firing ---------------------------------------------------------------------------------------------------
 
     def _fire(self, record: Any, trigger: str, event: Any) -> None:
-        table = peer.TABLE if isinstance(record, Peer) else self._table
+        table = self._peer_table if isinstance(record, Peer) else self._table
         source = record.state
         table.fire(record, trigger, self, event)
         if self._trace is not None:

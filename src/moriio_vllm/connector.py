@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MoRIIOConnector"]
 
+KVConnectorMetadata.register(StepPlan)  # a plain record, so that the scheduler half runs without vLLM, too
+
 
 class MoRIIOConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
     """Prefill/decode KV transfer between vLLM instances; roles kv_producer and kv_consumer."""

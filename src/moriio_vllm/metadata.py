@@ -7,7 +7,6 @@ the one transferred KV cache group, by position in the prompt.
 from __future__ import annotations
 
 import attrs
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from moriio_proto.wire.params import TransferParams
 
@@ -48,8 +47,11 @@ class LoadPlan:
 
 
 @attrs.define
-class StepPlan(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """One step.  The worker half reads the fields in this order."""
+class StepPlan:
+    """One step.  The worker half reads the fields in this order.
+
+    To vLLM it is a `KVConnectorMetadata`: the facade registers it as one, so that this module needs no vLLM.
+    """
 
     offers: list[OfferPlan] = attrs.field(factory=list)
     preempts: list[str] = attrs.field(factory=list)  # transfer ids

@@ -16,7 +16,6 @@ import logging
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
-from vllm.v1.request import RequestStatus
 
 from moriio_proto.errors import ParameterError
 from moriio_proto.wire.messages import Mode
@@ -38,7 +37,7 @@ log = logging.getLogger(__name__)
 
 Groups: TypeAlias = "tuple[list[int], ...]"  # block ids per KV cache group
 
-_SERVED = frozenset({RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED})
+_SERVED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})  # names of vLLM's RequestStatus
 
 
 @attrs.frozen
@@ -155,7 +154,7 @@ class PrefillScheduler:
         if offer is None:
             return False, None
         offer.handed_over = True
-        if request.status not in _SERVED or request.num_computed_tokens < offer.prompt_tokens:
+        if request.status.name not in _SERVED or request.num_computed_tokens < offer.prompt_tokens:
             self._plan.aborts.append(offer.params.transfer_id)
             return True, None
         self._plan.finishes.append(offer.params.transfer_id)
