@@ -18,7 +18,8 @@ from typing import Any, Final
 
 import attrs
 
-from moriio_proto.effects import Effect, Post, Reply, Send
+from moriio_proto.dialects import dialect_of, judge
+from moriio_proto.effects import Effect, Forget, Post, Reply, Send
 from moriio_proto.errors import IllegalEventError, LocalProtocolError, RemoteProtocolError
 from moriio_proto.events import (
     Connected,
@@ -29,8 +30,7 @@ from moriio_proto.events import (
     OpEnded,
     Received,
 )
-from moriio_proto.geometry import CacheGeometry, GeometryMismatchError
-from moriio_proto.geometry.layout import check_compatible
+from moriio_proto.geometry import CacheGeometry
 from moriio_proto.machines import landing, offer, peer
 from moriio_proto.machines._table import Compiled, State
 from moriio_proto.machines._transfer import Transfer
@@ -61,6 +61,7 @@ _AT_PREFILL: Final[dict[type, str]] = {
     Release: "recv_release",
     Abort: "recv_abort",
 }
+_ENDS: Final = {"done": "cq_done", "failed": "cq_failed", "refused": "cq_refused"}
 _AT_DECODE: Final[dict[type, str]] = {
     Claim: "recv_claim",
     WriteDone: "recv_done",
@@ -118,18 +119,6 @@ class Stats:
     illegal: int = 0  # messages that a state has no row for
     strangers: int = 0  # messages of a process that the transfer is not bound to
     dropped: int = 0  # messages for new transfers when the table was full
-
-
-@attrs.frozen
-class _Judged:
-    """A hello, and what this core makes of it."""
-
-    hello: Any
-    layers: Any
-    token: str
-    capabilities: frozenset[str]
-    geometry: CacheGeometry | None
-    problem: str = ""
 
 
 TraceHook = Callable[[str, str, State, str, State, float], None]  # machine, id, source, trigger, destination, now
@@ -190,6 +179,10 @@ class Core:
             self._run_fed()
         return self._finish()
 
+    def resume(self) -> list[Effect]:
+        """After an `IllegalEventError`: what the step that it interrupted still has to do."""
+        return self._finish()
+
     def next_deadline(self) -> float | None:
         """When `tick` must be called at the latest; None: not before the next event."""
         return self._timers.next_deadline()
@@ -202,7 +195,7 @@ class Core:
 
     def send(self, to: Peer, message: NotifyMessage) -> None:
         """To the peer's notify port."""
-        self._out.append(Send(to.endpoint, message))
+        self._out.append(Send(to.address, message))
 
     def reply(self, route: object, message: NotifyMessage) -> None:
         """On the connection that the peer's last message came from."""
@@ -210,9 +203,10 @@ class Core:
             self._out.append(Reply(route, message))
 
     def send_plain_end(self, to: Peer, transfer_id: str, *, failed: bool) -> None:
-        """The end of a WRITE, to a peer without our extension: it only knows success, so a failure stays unsaid."""
-        if not failed:
-            self.send(to, WriteDone(transfer_id))
+        """The end of a WRITE, to a peer without our extension; a failure stays unsaid where it would end a listener."""
+        assert to.hello is not None, "only a peer that has said hello is ready"
+        if not failed or dialect_of(to.hello).knows_failure:
+            self.send(to, WriteDone(transfer_id, failed=failed))
 
     def feed(self, record: Transfer | Peer, trigger: str, event: Any = None) -> None:
         """Fire `trigger` on another record after this step."""
@@ -247,9 +241,14 @@ class Core:
             record.peer.transfers.pop(record.id, None)
 
     def need(self, record: Transfer) -> None:
-        """Have the record's peer READY: it hears `cq_ready`, or `cq_lost` when that cannot be."""
+        """Have the record's peer READY: it hears `cq_ready`, or `cq_lost` when that cannot be.
+
+        A record that is bound to another process than the known one waits until the address has said who is there.
+        """
         assert record.peer is not None
-        if record.peer.ready:
+        if record.peer.ready and not record.peer.suits(record):
+            self.feed(record.peer, "due_silence")
+        elif record.peer.ready:
             self.feed(record, "cq_ready", record.peer)
         elif record.peer.state is peer.PeerState.REFUSED:
             self.feed(record, "cq_lost", record.peer)
@@ -270,6 +269,13 @@ class Core:
     def drop_peer(self, gone: Peer) -> None:
         """Forget an address."""
         self.peers.pop(gone.endpoint, None)
+        self.close_connections(gone)
+
+    def close_connections(self, lost: Peer) -> None:
+        """What was queued for the process that answered there, or never did, is void."""
+        self._out.append(Forget(lost.endpoint))
+        if lost.endpoint.other:
+            self._out.append(Forget(lost.endpoint.turned))
 
     def describe(self, record: Transfer, event: Any) -> str:
         """Why `record` fails, for the log and the peer."""
@@ -290,10 +296,8 @@ class Core:
             raise LocalProtocolError(f"{event.transfer_id}: {e}") from e
 
     def _on_message(self, event: Received) -> None:
-        message = event.message
-        if isinstance(message, BareId):  # a legacy frame: what it means depends on who receives it
-            bare = Release if self.role is Role.PREFILL else WriteDone
-            message = bare(message.transfer_id)
+        message = self._meant(event.message)
+        if message is not event.message:
             event = attrs.evolve(event, message=message)
         trigger = self._triggers.get(type(message))
         if trigger is None:
@@ -317,13 +321,21 @@ class Core:
             self.stats.illegal += 1
             raise RemoteProtocolError(f"{message.transfer_id}: {e}") from e
 
+    def _meant(self, message: NotifyMessage) -> NotifyMessage:
+        """What an upstream peer means by a frame that says it in another way."""
+        if isinstance(message, BareId):  # what it means depends on who receives it
+            return (Release if self.role is Role.PREFILL else WriteDone)(message.transfer_id)
+        if isinstance(message, RemoteBlocks):
+            if len(message.blocks) != 1:
+                raise RemoteProtocolError(
+                    f"{message.transfer_id}: {len(message.blocks)} groups of blocks: expected one"
+                )
+            if not message.blocks[0]:  # 0.32: D has all of the prompt
+                return Release(message.transfer_id, token=message.token)
+        return message
+
     def _open(self, message: NotifyMessage) -> Transfer | None:
         """A record for a transfer that only the peer knows; it is kept if the message moves it on."""
-        if isinstance(message, RemoteBlocks) and (len(message.blocks) != 1 or not message.blocks[0]):
-            groups = [len(ids) for ids in message.blocks]
-            raise RemoteProtocolError(
-                f"{message.transfer_id}: {groups} blocks per group: expected one group, not empty"
-            )
         if len(self.transfers) >= self.config.max_transfers:
             self.stats.dropped += 1
             return None
@@ -333,27 +345,18 @@ class Core:
         record = self._ops.pop(event.token, None)
         if record is None:
             raise LocalProtocolError(f"post {event.token} has ended already")
-        self._fire(record, f"cq_{event.outcome}", event)
+        self._fire(record, _ENDS[event.outcome], event)
 
     def _on_hello(self, event: HelloReceived) -> None:
         known = self.peers.get(event.endpoint)
-        if known is not None:
-            self._fire(known, "recv_hello", self._judge(event))
-
-    def _judge(self, event: HelloReceived) -> _Judged:
-        extension = event.hello.extension
-        if extension is None:
-            problem = "the peer is vLLM's built-in connector, which this version does not speak with"
-            return _Judged(event.hello, event.layers, "", frozenset(), None, problem)
-        geometry: CacheGeometry | None = extension.geometry
-        problem = ""
-        try:
-            check_compatible(self.config.geometry, extension.geometry)
-            if extension.tp_size != self.tp_size:
-                raise GeometryMismatchError("tp_size", self.tp_size, extension.tp_size)
-        except GeometryMismatchError as e:
-            geometry, problem = None, str(e)
-        return _Judged(event.hello, event.layers, extension.token, extension.capabilities, geometry, problem)
+        if known is None and event.endpoint.other:
+            known = self.peers.get(event.endpoint.turned)
+        if known is None:
+            return
+        plain = event.hello.extension is None
+        if event.endpoint.other and plain is (event.endpoint == known.endpoint):
+            return  # where the two kinds of peer listen at different ports, this answer is that of another rank
+        self._fire(known, "recv_hello", judge(event, self.config.geometry, self.tp_size))
 
     def _on_session(self, event: Connected | Disconnected) -> None:
         known = self.peers.get(event.endpoint)

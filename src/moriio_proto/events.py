@@ -35,11 +35,21 @@ __all__ = [
 
 @attrs.frozen(order=True, cache_hash=True)
 class Endpoint:
-    """Where one rank of a peer listens: its own ports, rank offsets already added."""
+    """Where one rank of a peer listens: its own ports, rank offsets already added.
+
+    `other`: the two ports where vLLM's built-in connector would listen with that rank; empty where they are the same.
+    """
 
     host: str
     handshake_port: int
     notify_port: int
+    other: tuple[int, ...] = ()
+
+    @property
+    def turned(self) -> Endpoint:
+        """The same rank, with the other ports in front."""
+        handshake_port, notify_port = self.other
+        return Endpoint(self.host, handshake_port, notify_port, (self.handshake_port, self.notify_port))
 
 
 # --- the caller, on a prefill node ------------------------------------------------------------------------------
@@ -60,7 +70,7 @@ class StartOffer:
     goal_blocks: int
 
 
-@attrs.frozen
+@attrs.define(unsafe_hash=True)  # by convention frozen; made per layer in the forward pass
 class Progress:
     """KV of blocks `[start, end)` is computed for the first `layers` layers; of blocks before `start`, for all.
 
@@ -187,7 +197,7 @@ class Disconnected:
 OpOutcome: TypeAlias = str  # "done", "failed" or "refused"
 
 
-@attrs.frozen
+@attrs.define(unsafe_hash=True)  # by convention frozen; made per layer
 class OpEnded:
     """A `Post` is quiet.  `refused`: the queue was full and nothing moved."""
 

@@ -169,7 +169,8 @@ def deep(levels):
         ("do_remote_prefill", "true"), ("do_remote_prefill", 1), ("transfer_id", 7), ("transfer_id", ""),
         ("transfer_id", "x" * 513), ("transfer_id", "a\x00b"), ("transfer_id", "\ud800"), ("transfer_id", ["tx"]),
         ("remote_host", 5), ("remote_host", ""), ("remote_host", "a b"), ("remote_host", "tcp://x"),
-        ("remote_handshake_port", "7301"), ("remote_handshake_port", 0), ("remote_handshake_port", -1),
+        ("remote_handshake_port", "7301x"), ("remote_handshake_port", "0"),
+        ("remote_handshake_port", 0), ("remote_handshake_port", -1),
         ("remote_handshake_port", 65536), ("remote_notify_port", True), ("remote_notify_port", 1.0),
         ("remote_dp_rank", -1), ("remote_dp_rank", "0"), ("remote_dp_rank", 2),
         pytest.param("remote_dp_rank", 10**5000, id="digits"),
@@ -187,6 +188,13 @@ def test_wrong_value_is_refused_by_its_key(key, bad):
         parse_decode_params(decode_params(**{key: bad}), "cmpl-1", Mode.READ)
     assert caught.value.key == key
     assert len(str(caught.value)) < 600
+
+
+def test_ports_may_be_texts():
+    """Upstream's P answers with its ports as its user wrote them, which the guide does as texts."""
+    given = decode_params(remote_handshake_port="7301", remote_notify_port="7401")
+    parsed = parse_decode_params(given, "plain", Mode.READ)
+    assert parsed.peer == ZmqAddress("10.0.0.9", 7301, 7401)
 
 
 @pytest.mark.parametrize("params", [[], "x", 5, True])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import attrs
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moriio_proto.timers import Timers
@@ -34,6 +34,7 @@ def test_clearing_disarms() -> None:
     assert list(timers.due(9.0)) == []
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from("abc"), st.floats(0, 10)), max_size=40), st.floats(0, 10))
 def test_against_a_plain_dictionary(armings: list[tuple[int, str, float]], now: float) -> None:
     """Whatever is armed in whatever order, the heap agrees with a dictionary of last armings."""

@@ -72,10 +72,13 @@ def test_recorded_remote_blocks_mean_what_they_say():
 
 
 def test_upstream_0_33_write_done_dialect():
-    """The keys that 0.33 added to write_done are read and written under upstream's names."""
-    frame = msgspec.msgpack.encode({"type": "write_done", "transfer_id": "t", "num_writers": 2, "write_failed": True})
-    assert decode_notify(frame) == m.WriteDone("t", failed=True, num_writers=2)
-    assert encode(m.WriteDone("t", failed=True, num_writers=2)) == frame
+    """What 0.33 added is read and written as it does: a count of writers, and a failure as a type of its own."""
+    done = msgspec.msgpack.encode({"type": "write_done", "transfer_id": "t", "num_writers": 2})
+    failed = msgspec.msgpack.encode({"type": "write_failed", "transfer_id": "t"})
+    assert decode_notify(done) == m.WriteDone("t", num_writers=2)
+    assert encode(m.WriteDone("t", num_writers=2)) == done
+    assert decode_notify(failed) == m.WriteDone("t", failed=True)
+    assert encode(m.WriteDone("t", failed=True)) == failed
 
 
 def test_one_group_travels_flat_and_several_as_lists():
@@ -192,9 +195,12 @@ def test_upstream_reads_our_hello_and_sees_only_its_six_fields():
 def test_keys_of_0_33_are_noticed_and_not_sent():
     """A peer's 0.33 is known from its handshake; its additional keys do not stop us."""
     first, second = encode_hello(HELLO, LAYERS)
-    newer = msgspec.msgpack.encode({**msgspec.msgpack.decode(first), "kv_head_layouts": {"a": [1, 2]}})
+    newer = msgspec.msgpack.encode(
+        {**msgspec.msgpack.decode(first), "kv_head_layouts": {"a": [2, 16, 64, 2048, 1024, 64, 0]}}
+    )
     hello, _ = decode_hello(newer, second)
     assert hello.since_033
+    assert hello.head_layouts == {"a": [2, 16, 64, 2048, 1024, 64, 0]}
     assert encode_hello(hello, LAYERS) == (first, second)
 
 

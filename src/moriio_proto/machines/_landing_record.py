@@ -16,9 +16,10 @@ from moriio_proto.wire.messages import Abort, Claim, Granted, Mode, Release, Rem
 if TYPE_CHECKING:
     from moriio_proto.core import Core
 
-__all__ = ["Landing"]
+__all__ = ["NULL_BLOCK", "Landing"]
 
 S = LandingState
+NULL_BLOCK = 0  # vLLM gives it to no request and reads nothing that counts from it: anything may be written there
 
 
 @attrs.define(eq=False)
@@ -34,6 +35,7 @@ class Landing(Transfer):
     granted_until: float = -math.inf  # WRITE: P may write until then, own clock
     unwanted: bool = False  # the request was aborted
     gone: bool = False  # P said that it will not deliver, or is gone
+    writers: int = 0  # WRITE: P's ranks that have said that they are done
 
     # --- guards ---------------------------------------------------------------------------------------------------
 
@@ -49,6 +51,10 @@ class Landing(Transfer):
         """P holds a lease on our blocks, or is a peer that takes an announcement for one."""
         leases = self.peer is not None and self.peer.leases
         return self.announced and (not leases or core.now < self.granted_until)
+
+    def more_writers(self, core: Core, event: Any) -> bool:
+        """Other ranks of P write, too, and have not all said that they are done (vLLM 0.33)."""
+        return self.writers + 1 < (event.message.num_writers or 1)
 
     def short(self, core: Core, event: Any) -> bool:
         """READ: P offers fewer blocks than the prompt fills."""
@@ -79,6 +85,10 @@ class Landing(Transfer):
         have, want = len(event.remote_blocks), event.first_block + len(event.blocks)
         self.reason = f"the prefill node offers {have} blocks, expected at least {want}"
 
+    def count_writer(self, core: Core, event: Any) -> None:
+        """One rank of P is done."""
+        self.writers += 1
+
     def note_refused(self, core: Core, event: Any) -> None:
         """P will not deliver."""
         self.gone = True
@@ -102,13 +112,22 @@ class Landing(Transfer):
         if leases and not self.announced:
             core.arm(self, "due_lease", core.now + core.timing.transfer_timeout)  # P claims by then, or never
         if self.peer.ready and (leases or not self.announced):
-            first, token = (self.first_block, core.token) if leases else (0, "")
             self.announced, self.incarnation = True, self.peer.token
-            blocks = (list(self.blocks),)
-            announcement = RemoteBlocks(self.id, "", blocks, core.dp_rank, first_block=first, token=token)
-            core.send(self.peer, announcement)
+            core.send(self.peer, self.announcement(core, leases=leases))
         if leases:
             self.resend_later(core, core.timing.retry)
+
+    def announcement(self, core: Core, *, leases: bool) -> RemoteBlocks:
+        """Our blocks as P understands them.
+
+        A P without our extension writes every block of the prompt from position 0 on, and none if we name fewer.  So
+        the blocks before ours, which we have, and the one after, whose only token we compute, are the null block.
+        """
+        if leases:
+            own = (list(self.blocks),)
+            return RemoteBlocks(self.id, "", own, core.dp_rank, first_block=self.first_block, token=core.token)
+        whole = [NULL_BLOCK] * self.first_block + [*self.blocks, NULL_BLOCK]
+        return RemoteBlocks(self.id, "", (whole,), core.dp_rank)
 
     def grant(self, core: Core, event: Any) -> None:
         """P may write for a lease from its claim; we count from now, and a margin on top."""
@@ -155,7 +174,7 @@ class Landing(Transfer):
         self.incarnation = self.peer.token
         if self.peer.leases:
             core.send(self.peer, Claim(self.id, token=core.token, stamp=core.stamp()))
-        self.resend_later(core, core.timing.retry)
+            self.resend_later(core, core.timing.retry)
 
     def pull(self, core: Core, event: Any) -> None:
         """Read all blocks at once: position by position, only those that we do not have."""
@@ -192,6 +211,7 @@ class Landing(Transfer):
     def settle_again(self, core: Core, event: Any) -> None:
         """A second request came with the id of a transfer that is over."""
         self.owner, self.settled, self.reason = event.owner, False, "a transfer with this id is over already"
+        self.unwanted = False  # that was the first request
         self.settle_over(core, event)
 
     def unwant(self, core: Core, event: Any) -> None:

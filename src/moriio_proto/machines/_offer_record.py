@@ -35,7 +35,10 @@ class Offer(Transfer):
     blocks: list[int] = attrs.field(factory=list)  # ours, by position
     announced: RemoteBlocks | None = None
     claim_stamp: int | None = None  # of D's last claim
+    claimant: str = ""  # the process of D that sent it
+    readers: set[str] = attrs.field(factory=set)  # READ: processes of D that were granted a lease
     releases: set[str] = attrs.field(factory=set)  # who of D's ranks has released
+    consumers: int = 1  # D's TP size, as its last release says
     computed: Watermark = attrs.field(factory=Watermark)
     posted: Watermark = attrs.field(factory=Watermark)
     stale: int = 0  # tokens below it were posted before the last preemption
@@ -54,9 +57,17 @@ class Offer(Transfer):
         return core.mode is Mode.READ and self.claim_stamp is not None
 
     def all_released(self, core: Core, event: Any) -> bool:
-        """With D's TP n times ours, n ranks of D read from us; the last one frees."""
+        """With D's TP n times ours, n ranks of D read from us; the last one frees.
+
+        More may read when the router sent D's leg twice: never free under one of them.
+        """
         consumers = getattr(event.message, "consumer_tp_size", core.tp_size)
-        return len(self.releases | {self.releaser(event)}) >= max(1, consumers // core.tp_size)
+        released = self.releases | {self.releaser(event)}
+        return self.readers <= released and len(released) >= max(1, consumers // core.tp_size)
+
+    def all_released_early(self, core: Core, event: Any) -> bool:
+        """READ: every rank of D has released before vLLM handed over."""
+        return bool(self.releases) and len(self.releases) >= max(1, self.consumers // core.tp_size)
 
     def nobody_to_tell(self, core: Core, event: Any) -> bool:
         """D asked us to stop, or is gone."""
@@ -89,11 +100,11 @@ class Offer(Transfer):
     def note_blocks(self, core: Core, event: Any) -> None:
         """Keep where D wants the blocks."""
         self.announced = event.message
-        self.incarnation = event.message.token
+        self.incarnation = event.message.token or None
 
     def note_claim(self, core: Core, event: Any) -> None:
         """Keep the stamp, to answer now or when the blocks are handed over."""
-        self.claim_stamp = event.message.stamp
+        self.claim_stamp, self.claimant = event.message.stamp, event.message.token
 
     def note_progress(self, core: Core, event: Any) -> None:
         """More layers or blocks are computed."""
@@ -130,6 +141,8 @@ class Offer(Transfer):
         assert self.announced is not None
         if core.now >= self.lease_until or (self.stale and any(token < self.stale for token in self.pending)):
             return
+        if self.posted.base == self.computed.base and self.posted.layers == self.computed.layers:
+            return
         first, end, remote = self.announced.first_block, self.end(), self.announced.blocks[0]
         for r in advance(self.posted, self.computed, core.num_layers):
             start, stop = max(r.block_start, first), min(r.block_end, end)
@@ -138,7 +151,9 @@ class Offer(Transfer):
                 self.post(core, (r.layer_start, r.layer_end), *pairs)
 
     def send_claim(self, core: Core, event: Any) -> None:
-        """Ask D for the lease on its blocks, or for more of it."""
+        """Ask D for the lease on its blocks, or for more of it; a D without leases is never asked."""
+        if not self.leases(core, event):
+            return
         core.reply(self.route, Claim(self.id, token=core.token, stamp=core.stamp()))
         self.resend_later(core, core.timing.retry)
 
@@ -169,6 +184,8 @@ class Offer(Transfer):
     def grant(self, core: Core, event: Any) -> None:
         """Our blocks may be read for a lease from now (WRITE: we go on waiting for the announcement)."""
         assert self.claim_stamp is not None
+        if core.mode is Mode.READ:
+            self.readers.add(self.claimant)
         core.reply(self.route, Granted(self.id, token=core.token, lease_ms=core.lease_ms, stamp=self.claim_stamp))
 
     def refuse(self, core: Core, event: Any) -> None:
@@ -189,6 +206,7 @@ class Offer(Transfer):
     def count_release(self, core: Core, event: Any) -> None:
         """One more rank of D does not need our blocks."""
         self.releases.add(self.releaser(event))
+        self.consumers = getattr(event.message, "consumer_tp_size", core.tp_size)
 
     def give_up(self, core: Core, event: Any) -> None:
         """D does not want the transfer any more."""
@@ -268,9 +286,9 @@ class Offer(Transfer):
         self.wait_longer(core, event)
 
     def wait_longer(self, core: Core, event: Any) -> None:
-        """In READ an upstream D may be reading without a word, so wait as long as upstream does."""
-        t = core.timing
-        core.arm(self, "due_lease", core.now + (t.defer_timeout if core.mode is Mode.READ else t.transfer_timeout))
+        """A D without leases reads (READ) or queues (WRITE) without a word: wait for it as long as upstream does."""
+        asks = core.mode is Mode.WRITE and self.leases(core, event)
+        core.arm(self, "due_lease", core.now + (core.timing.transfer_timeout if asks else core.timing.defer_timeout))
 
     def extend_hold(self, core: Core, event: Any) -> None:
         """The owner's end of the lease, counted from this receipt."""

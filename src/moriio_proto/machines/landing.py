@@ -48,12 +48,13 @@ ROWS: Final = [
     row("cmd_abort", S.PULLING, S.RELEASING, "unwant", "settle_over", conditions="idle"),
     row("cmd_abort", S.PULLING, S.DRAINING, "unwant"),
     row("cmd_abort", [S.FENCING, S.DRAINING], None, "unwant"),
-    row("cmd_abort", _OVER, None),
+    row("cmd_abort", [S.NEW, *_OVER], None),  # vLLM may be slow to hear that the transfer is over, and forgotten
     # P writes (WRITE)
     row("recv_claim", S.ANNOUNCED, None, "grant"),
     row("recv_claim", S.FENCING, None, "hold", "send_abort"),
     row("recv_claim", [S.NEW, *_OVER], None, "say_stop"),
     row("recv_claim", [S.QUEUED, S.CLAIMING, S.PULLING, S.DRAINING], None),
+    row("recv_done", [S.ANNOUNCED, S.FENCING], None, "count_writer", conditions="more_writers"),
     row("recv_done", S.ANNOUNCED, S.CLOSED, "settle_done", "acknowledge"),
     row("recv_done", S.FENCING, S.CLOSED, "settle_over", "acknowledge"),
     row("recv_done", [S.NEW, *_OVER], None, "acknowledge"),
@@ -83,7 +84,7 @@ ROWS: Final = [
     row("cq_ready", S.CLAIMING, None, "send_claim", conditions="leases"),
     row("cq_ready", S.CLAIMING, S.PULLING, "lease_unasked", "pull"),
     row("cq_ready", S.RELEASING, None, "send_release"),
-    row("cq_ready", [S.PULLING, S.DRAINING, S.FENCING], None),
+    row("cq_ready", [S.PULLING, S.DRAINING, S.FENCING, S.CLOSED], None),
     row("cq_lost", S.QUEUED, None, "note_lost", before="blame"),
     row("cq_lost", [S.ANNOUNCED, S.CLAIMING], S.CLOSED, "settle_over", before="blame"),
     row("cq_lost", S.FENCING, S.CLOSED, "settle_over"),
@@ -91,6 +92,7 @@ ROWS: Final = [
     row("cq_lost", S.PULLING, S.DRAINING, before="blame"),
     row("cq_lost", S.DRAINING, None),
     row("cq_lost", S.RELEASING, S.CLOSED),
+    row("cq_lost", S.CLOSED, None),  # a peer is buried and another one met in one step: both say so
     # reads
     row("cq_done", S.PULLING, S.RELEASING, "end_op", "settle_done", conditions=["all_read", "in_time"]),
     row("cq_done", S.PULLING, S.RELEASING, "end_op", "settle_over", conditions="all_read", before="blame_late"),

@@ -49,6 +49,7 @@ ROWS: Final = [
     row("cmd_progress", [S.NOTIFYING, S.DRAINING, S.FREED], None),
     row("cmd_preempt", [S.COMPUTING, S.CLAIMING, S.PUSHING], None, "start_over"),
     row("cmd_preempt", [S.NOTIFYING, S.DRAINING, S.FREED], None),
+    row("cmd_finish", S.COMPUTING, S.FREED, "hand_over", "settle_now", conditions="all_released_early"),
     row("cmd_finish", S.COMPUTING, S.LEASED, "hand_over", "grant", conditions="claimed"),
     row("cmd_finish", S.COMPUTING, S.OFFERED, "hand_over"),
     row("cmd_finish", [S.CLAIMING, S.PUSHING, S.DRAINING], None, "hand_over"),
@@ -78,6 +79,7 @@ ROWS: Final = [
     row("recv_granted", S.PUSHING, None, "extend_lease", "pump", conditions="fresh"),
     row("recv_granted", list(S), None),
     # D has what it needs, or gives up
+    row("recv_release", S.COMPUTING, None, "count_release", "acknowledge", conditions="pulled"),
     *[
         r
         for trigger in ("recv_release", "recv_abort")
@@ -96,13 +98,13 @@ ROWS: Final = [
     row("cq_ready", S.CLAIMING, None, "send_claim", conditions="leases"),
     row("cq_ready", S.CLAIMING, S.PUSHING, "lease_unasked", "pump"),
     row("cq_ready", S.NOTIFYING, None, "tell"),
-    row("cq_ready", [S.COMPUTING, S.PUSHING, S.OFFERED, S.LEASED, S.DRAINING], None),
+    row("cq_ready", [S.COMPUTING, S.PUSHING, S.OFFERED, S.LEASED, S.DRAINING, S.FREED], None),
     row("cq_lost", S.CLAIMING, S.FREED, "settle_if_owed", before="blame"),
     row("cq_lost", S.PUSHING, S.FREED, "settle_if_owed", conditions="idle", before="blame"),
     row("cq_lost", S.PUSHING, S.DRAINING, "peer_gone", "drain", before="blame"),
     row("cq_lost", S.NOTIFYING, S.FREED),
     row("cq_lost", S.DRAINING, None, "peer_gone"),
-    row("cq_lost", [S.COMPUTING, S.OFFERED, S.LEASED], None),
+    row("cq_lost", [S.COMPUTING, S.OFFERED, S.LEASED, S.FREED], None),
     # posted operations
     row("cq_done", S.PUSHING, S.NOTIFYING, "end_op", "settle_if_owed", "tell", conditions="all_landed"),
     row("cq_done", S.PUSHING, None, "end_op", "watch_ops", "pump"),

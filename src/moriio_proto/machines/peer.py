@@ -55,7 +55,7 @@ ROWS: Final = [
     row("recv_hello", S.DIALLING, S.CONNECTING, "adopt", "connect", conditions="accesses"),
     row("recv_hello", S.DIALLING, S.READY, "adopt", "tell_ready"),
     row("recv_hello", S.READY, None, conditions="same_process"),
-    row("recv_hello", S.SUSPECT, S.READY, "tell_ready", conditions="same_process"),
+    row("recv_hello", S.SUSPECT, S.READY, conditions="same_process"),
     row("recv_hello", _KNOWN, S.REFUSED, "bury", "refuse", unless="compatible"),
     row("recv_hello", _KNOWN, S.CONNECTING, "bury", "adopt", "connect", conditions="accesses"),
     row("recv_hello", _KNOWN, S.READY, "bury", "adopt", "tell_ready"),
@@ -68,7 +68,7 @@ ROWS: Final = [
     row("due_silence", S.READY, S.SUSPECT),
     row("due_silence", [S.DIALLING, S.CONNECTING, S.SUSPECT, S.LOST, S.REFUSED], None),
     row("due_retry", [S.DIALLING, S.SUSPECT], None, "dial"),
-    row("due_retry", S.REFUSED, S.IDLE),
+    row("due_retry", S.REFUSED, S.LOST),
     row("due_deadline", S.DIALLING, S.LOST, "lose"),
     row("due_deadline", [S.CONNECTING, S.SUSPECT], S.LOST, "hang_up", "lose"),
     row("due_drain", [S.READY, S.SUSPECT, S.LOST], None, "hang_up"),
@@ -85,11 +85,19 @@ MACHINE: Final = declare(
 )  # fmt: skip
 
 
+@attrs.frozen
+class _Lost:
+    """What transfers hear of: the peer may have another reason, or none, by then."""
+
+    reason: str
+
+
 @attrs.define(eq=False)
 class Peer:
     """The record of one remote rank."""
 
     endpoint: Endpoint
+    address: Endpoint = attrs.field(init=False)  # where it really listens: `endpoint`, or that turned
     state: State = S.IDLE
     timers: dict[str, float] = attrs.field(factory=dict)
     token: str = ""
@@ -101,6 +109,10 @@ class Peer:
     session: bool = False
     transfers: dict[str, Transfer] = attrs.field(factory=dict)
     reason: str = ""
+    dials: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        self.address = self.endpoint
 
     @property
     def ready(self) -> bool:
@@ -111,6 +123,10 @@ class Peer:
     def leases(self) -> bool:
         """Whether it speaks our extension."""
         return CAP_LEASE in self.capabilities
+
+    def suits(self, transfer: Transfer) -> bool:
+        """Whether the process here is the one that the transfer is bound to, if it is bound."""
+        return not transfer.incarnation or transfer.incarnation == self.token
 
     # --- guards ---------------------------------------------------------------------------------------------------
 
@@ -142,14 +158,16 @@ class Peer:
         self.timers.clear()
 
     def dial(self, core: Core, event: Any) -> None:
-        """Ask for the hello."""
-        core.emit(Dial(self.endpoint))
+        """Ask for the hello, in turn at both ports where the peer may listen."""
+        turned = bool(self.endpoint.other) and self.dials % 2 == 1
+        self.dials += 1
+        core.emit(Dial(self.endpoint.turned if turned else self.endpoint))
         core.arm(self, "due_retry", core.now + core.timing.redial)
 
     def adopt(self, core: Core, event: Any) -> None:
         """Keep who answered."""
         self.hello, self.layers, self.geometry, self.token = event.hello, event.layers, event.geometry, event.token
-        self.capabilities = event.capabilities
+        self.capabilities, self.address = event.capabilities, event.endpoint
         self.reason = ""
 
     def connect(self, core: Core, event: Any) -> None:
@@ -168,15 +186,14 @@ class Peer:
     def tell_ready(self, core: Core, event: Any) -> None:
         """Transfers of this process may begin; those announced by another one are void."""
         for transfer in list(self.transfers.values()):
-            stranger = transfer.incarnation and transfer.incarnation != self.token
-            core.feed(transfer, "cq_lost" if stranger else "cq_ready", event)
+            core.feed(transfer, "cq_ready" if self.suits(transfer) else "cq_lost", event)
 
     def bury(self, core: Core, event: Any) -> None:
         """The process that we knew is dead: whoever waits for it waits in vain."""
         self.reason = self.reason or getattr(event, "reason", "") or "the process at this address is another one now"
         for transfer in list(self.transfers.values()):
             if transfer.incarnation is None or transfer.incarnation == self.token:
-                core.feed(transfer, "cq_lost", event)
+                core.feed(transfer, "cq_lost", _Lost(self.reason))
         self.hang_up(core, event)
         self.session = False
         self.token, self.capabilities = "", frozenset()
@@ -187,13 +204,13 @@ class Peer:
         self.reason = getattr(event, "reason", "") or "no answer to the handshake"
         for transfer in list(self.transfers.values()):
             if transfer.incarnation is None:
-                core.feed(transfer, "cq_lost", event)
+                core.feed(transfer, "cq_lost", _Lost(self.reason))
 
     def refuse(self, core: Core, event: Any) -> None:
         """Its caches do not fit."""
         self.reason = event.problem
         for transfer in list(self.transfers.values()):
-            core.feed(transfer, "cq_lost", event)
+            core.feed(transfer, "cq_lost", _Lost(self.reason))
 
     def forget(self, core: Core, event: Any) -> None:
         """An address that nobody needs."""
@@ -218,6 +235,7 @@ class Peer:
     def enter_lost(self, core: Core, event: Any) -> None:
         """Dialled again when needed, forgotten when not."""
         self.timers.clear()
+        core.close_connections(self)
         core.arm(self, "due_forget", core.now + core.timing.forget)
 
     def enter_refused(self, core: Core, event: Any) -> None:

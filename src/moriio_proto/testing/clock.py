@@ -36,11 +36,12 @@ class EventQueue:
         self.at(self.now + delay, action)
 
     def run(self, until: float) -> bool:
-        """Run entries up to and including the moment `until`; True when none is left."""
+        """Run entries up to and including the moment `until`, which is now then; True when none is left."""
         heap = self._heap
         while heap and heap[0][0] <= until:
             self.now, _, action = heapq.heappop(heap)
             action()
+        self.now = max(self.now, until)
         return not heap
 
 

@@ -1,7 +1,8 @@
 """Breadth-first search over the worlds of a model: every world that any order of moves can reach, shortest trace first.
 
-A *world* is a hashable value; a *move* leads from one world to another.  The model says what the moves are, what must hold
-in every world, and which worlds are finished.  Models of the protocol are in `explore_pair`; this module knows none of it.
+A *world* is a hashable value; a *move* leads from one world to another.  The model says what the moves are, what must
+hold in every world, and which worlds are finished.  Models of the protocol are in `explore_pair`; this module knows
+none of it.
 """
 
 from __future__ import annotations

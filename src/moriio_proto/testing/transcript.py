@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 import attrs
 
 from moriio_proto.core import Core, CoreConfig, Role, Timing
-from moriio_proto.effects import Cancel, Connect, Dial, Disconnect, Effect, Post, Reply, Send, Settled
+from moriio_proto.effects import Cancel, Connect, Dial, Disconnect, Effect, Forget, Post, Reply, Send, Settled
 from moriio_proto.errors import ProtocolError
 from moriio_proto.events import (
     AbortTransfer,
@@ -218,6 +218,8 @@ class Transcript:
         if isinstance(effect, Connect):
             self.flying.append(("Connected", node.name, Connected(effect.endpoint, effect.epoch)))
             return "connects"
+        if isinstance(effect, Forget):
+            return "forgets the connection"
         assert isinstance(effect, Disconnect)
         self.flying.append(("Disconnected", node.name, Disconnected(effect.endpoint, effect.epoch, "hung up")))
         return "hangs up"

@@ -58,8 +58,11 @@ _Rank = Annotated[int, Meta(ge=0, le=MAX_RANKS)]
 _Size = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 _Port = Annotated[int, Meta(ge=1, le=65535)]
 _Int63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+# Heads, tokens, bytes of a head; strides of block, head and token; where the one or two planes begin.
+_HeadLayout = Annotated[list[_Int63], Meta(min_length=7, max_length=8)]
 
 _T = TypeVar("_T")
+_PerLayer: TypeAlias = Annotated[dict[_Text, _T], Meta(max_length=MAX_LAYERS)]
 
 
 class NotifyFrame(msgspec.Struct):
@@ -100,9 +103,9 @@ class HelloFrame(msgspec.Struct, omit_defaults=True):
     num_blocks: _Int63
     block_len: _Int63
     attn_backend_name: _Text
-    kv_head_layouts: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    kv_head_layouts: _PerLayer[_HeadLayout] | msgspec.UnsetType = msgspec.UNSET
     mamba_state_layouts: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    attention_block_sizes: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    attention_block_sizes: _PerLayer[_Int63] | msgspec.UnsetType = msgspec.UNSET
     moriio: bytes | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -125,6 +128,7 @@ class ExtensionFrame(msgspec.Struct):
     transport: _Text
     regions: Annotated[list[_Blob], Meta(max_length=MAX_REGIONS)]
     geometry: GeometryWire
+    transfer_mode: Literal["READ", "WRITE", ""] = ""
 
 
 LayerMap: TypeAlias = Annotated[

@@ -27,6 +27,7 @@ __all__ = [
     "notify_port",
     "pod_index",
     "port_offset",
+    "rank_ports",
     "tcp_endpoint",
     "upstream_listen_port",
     "upstream_release_port",
@@ -156,6 +157,20 @@ def upstream_release_port(base: int, global_dp_rank: int, tp: int, tp_size: int,
         ParameterError: as `handshake_port`.
     """
     return notify_port(base, global_dp_rank, tp, tp_size, dp_size_local)
+
+
+def rank_ports(
+    address: ZmqAddress, global_dp_rank: int, tp: int, tp_size: int, dp_size_local: int = 0
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Handshake and notify port of a rank: where this project listens, and where upstream does.
+
+    Raises:
+        ParameterError: a rank out of range, or a port above 65535.
+    """
+    rank, bases = (global_dp_rank, tp, tp_size, dp_size_local), (address.handshake_port, address.notify_port)
+    ours = handshake_port(bases[0], *rank), notify_port(bases[1], *rank)
+    upstreams = tuple(upstream_listen_port(base, global_dp_rank, tp, dp_size_local) for base in bases)
+    return ours, (upstreams[0], upstreams[1])
 
 
 def _at(key: str, base: int, offset: int) -> int:

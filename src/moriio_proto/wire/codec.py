@@ -103,6 +103,8 @@ def _encode_remote_blocks(message: RemoteBlocks) -> bytes:
 
 
 def _encode_write_done(message: WriteDone) -> bytes:
+    if message.failed and not message.token:  # as vLLM 0.33 says it; an older listener ends on it
+        return _pack({"type": "write_failed", "transfer_id": message.transfer_id})
     fields: dict[str, Any] = {"type": "write_done", "transfer_id": message.transfer_id}
     if message.num_writers is not None:
         fields["num_writers"] = message.num_writers
@@ -241,6 +243,7 @@ def _build_granted(fields: NotifyFrame) -> Granted:
 _BUILDERS: dict[str, Callable[[NotifyFrame], NotifyMessage]] = {
     "remote_blocks": _build_remote_blocks,
     "write_done": lambda f: WriteDone(f.transfer_id, f.write_failed, f.num_writers, f.reason, f.token),
+    "write_failed": lambda f: WriteDone(f.transfer_id, failed=True, reason=f.reason, token=f.token),
     "release": lambda f: Release(f.transfer_id, f.consumer_tp_size, f.token),
     "claim": lambda f: Claim(f.transfer_id, f.token, f.stamp),
     "granted": _build_granted,
@@ -298,6 +301,7 @@ def _encode_extension(ext: HelloExtension) -> bytes:
         "transport": ext.transport,
         "regions": ext.regions,
         "geometry": ext.geometry.to_wire(),
+        "transfer_mode": ext.transfer_mode,
     }
     return _pack([ext.version, _pack(payload)])
 
@@ -322,8 +326,15 @@ def decode_hello(first: bytes, second: bytes) -> tuple[Hello, LayerDescriptors]:
         wire.attn_backend_name,
         None if isinstance(wire.moriio, msgspec.UnsetType) else _decode_extension(wire.moriio),
         _any_set((wire.kv_head_layouts, wire.mamba_state_layouts, wire.attention_block_sizes)),
+        _or_empty(wire.kv_head_layouts),
+        _or_empty(wire.attention_block_sizes),
+        _any_set((wire.mamba_state_layouts,)),
     )
     return hello, LayerDescriptors(decoded(LAYERS, second))
+
+
+def _or_empty(value: dict[str, Any] | msgspec.UnsetType) -> dict[str, Any]:
+    return {} if isinstance(value, msgspec.UnsetType) else value
 
 
 def _any_set(values: Iterable[object]) -> bool:
@@ -354,4 +365,5 @@ def _decode_extension(data: bytes) -> HelloExtension:
         transport=e.transport,
         regions=tuple(e.regions),
         geometry=geometry,
+        transfer_mode=e.transfer_mode,
     )

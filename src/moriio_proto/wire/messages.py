@@ -13,6 +13,7 @@ History of `PROTOCOL_VERSION` (what is only added is a capability instead, so th
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import attrs
@@ -90,6 +91,7 @@ class HelloExtension:
     transport: str  # name of the transport that `agent_metadata` and `regions` belong to
     regions: tuple[bytes, ...]  # one opaque descriptor per registered region
     geometry: CacheGeometry
+    transfer_mode: str = ""  # "READ" or "WRITE"; "" = not told
     version: int = PROTOCOL_VERSION
 
 
@@ -104,7 +106,11 @@ class Hello:
     block_len: int  # bytes
     attn_backend_name: str
     extension: HelloExtension | None = None
-    since_033: bool = False  # the answer had keys that vLLM 0.33 added; read, never sent
+    # Keys that vLLM 0.33 added: read, never sent.
+    since_033: bool = False  # one of them was there
+    head_layouts: Mapping[str, Sequence[int]] = attrs.field(factory=dict)  # by layer; `dialects` says what they mean
+    attention_block_sizes: Mapping[str, int] = attrs.field(factory=dict)  # tokens, by layer
+    recurrent_state: bool = False  # there are layers without attention
 
 
 @attrs.frozen

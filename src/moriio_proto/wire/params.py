@@ -15,6 +15,7 @@ else from the request id.  Everything else is optional and has the default that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -37,6 +38,7 @@ __all__ = [
 PeerAddress: TypeAlias = ZmqAddress
 
 MAX_HOSTS = 4096
+_DIGITS = re.compile(r"[0-9]{1,5}")
 
 _ADDRESS_KEYS = ("remote_host", "remote_handshake_port", "remote_notify_port")
 
@@ -220,8 +222,8 @@ def _peer(given: Mapping[str, object], request_id: str, *, is_prefill: bool, req
         host, handshake, notify = structured
         return ZmqAddress(
             check_host("remote_host", host),
-            check_port("remote_handshake_port", handshake),
-            check_port("remote_notify_port", notify),
+            check_port("remote_handshake_port", _number_in(handshake)),
+            check_port("remote_notify_port", _number_in(notify)),
         )
     routed = addresses_in_request_id(request_id)
     if routed is None:
@@ -235,6 +237,11 @@ def _peer(given: Mapping[str, object], request_id: str, *, is_prefill: bool, req
         if required:
             raise
         return None
+
+
+def _number_in(value: object) -> object:
+    """The number that a text is: upstream's P answers with its ports as its user wrote them, mostly as texts."""
+    return int(value) if isinstance(value, str) and _DIGITS.fullmatch(value) else value
 
 
 def _block_ids(value: object) -> tuple[tuple[int, ...], ...]:
