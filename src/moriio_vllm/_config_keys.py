@@ -10,6 +10,7 @@ import attrs
 from moriio_proto.errors import ConfigurationError, ParameterError
 from moriio_proto.wire.addresses import tcp_endpoint
 from moriio_transport.faulty import FaultPlan
+from moriio_vllm.allowed_peers import AllowedPeers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["BY_NAME", "KEYS", "MAX_PORT", "PREFIX", "REQUIRED", "Key", "Value", "config_table"]
 
 PREFIX: Final = "kv_connector_extra_config"
-Value: TypeAlias = "int | float | bool | str | FaultPlan | None"
+Value: TypeAlias = "int | float | bool | str | FaultPlan | AllowedPeers | None"
 REQUIRED: Final = "required"  # in place of a default
 MAX_PORT: Final = 65535
 
@@ -26,12 +27,12 @@ MAX_PORT: Final = 65535
 class Key:
     """One key: its type, what it is without being given, and its range.
 
-    `type` is "int", "float" (finite), "bool", "name" (lower case), "text", "host" or "faults"; `low` and `high` are
-    inclusive, save that a float is above a `low` of 0.  `or_value` is one more value that is allowed.
+    `type` is "int", "float" (finite), "bool", "name" (lower case), "text", "host", "faults" or "peers"; `low` and
+    `high` are inclusive, save that a float is above a `low` of 0.  `or_value` is one more value that is allowed.
     """
 
     name: str
-    type: Literal["int", "float", "bool", "name", "text", "host", "faults"]
+    type: Literal["int", "float", "bool", "name", "text", "host", "faults", "peers"]
     default: Value
     doc: str
     low: float = -math.inf
@@ -84,6 +85,7 @@ _NOUNS: Final = {
     "text": "a text",
     "host": "a host name or an IP address",
     "faults": "a map of delay_ms, fail_every, lose_every, refuse_every and seed",
+    "peers": "a list, or a text with commas, of networks such as 10.1.0.0/16, addresses and host names",
 }
 
 
@@ -148,6 +150,7 @@ _PARSERS: Final[dict[str, Callable[[object], Value]]] = {
     "text": _parse_text,
     "host": _parse_host,
     "faults": _parse_faults,
+    "peers": AllowedPeers.parse,
 }
 
 KEYS: Final = (
@@ -167,6 +170,7 @@ KEYS: Final = (
     Key("recv_abort_timeout", "float", 120.0, "Seconds after which decode gives up waiting for a transfer.", 0),
     Key("ping_interval", "float", 1.5, "Seconds between pings; vllm-router drops an instance after 4.2 s.", 0.05, 3600),
     Key("lease", "float", 10.0, "Seconds that a lease on blocks lasts; renewed at a third of it.", 1, 3600),
+    Key("allowed_peers", "peers", None, "Networks and hosts that a request may name as its peer. Default: any."),
     Key("trace_file", "text", None, "File that gets every row a machine takes, as JSON lines; `{pid}` is filled in."),
     Key("fault_injection", "faults", None, "Let transfers fail on purpose; needs `allow_fault_injection`. For tests."),
     Key("allow_fault_injection", "bool", False, "Says that `fault_injection` is meant."),

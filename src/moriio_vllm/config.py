@@ -19,6 +19,7 @@ from moriio_proto.wire.addresses import ZmqAddress, handshake_port, local_dp_ran
 from moriio_proto.wire.messages import Mode, Ping
 from moriio_transport.faulty import FaultPlan
 from moriio_vllm._config_keys import BY_NAME, KEYS, MAX_PORT, PREFIX, REQUIRED, Key, Value, config_table
+from moriio_vllm.allowed_peers import AllowedPeers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -84,6 +85,7 @@ class ConnectorConfig:
     ping_interval: float
     lease: float
     trace_file: str | None
+    allowed_peers: AllowedPeers | None
     fault_injection: FaultPlan | None
     allow_fault_injection: bool
     transport_options: Mapping[str, Any]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -25,6 +26,7 @@ from moriio_transport.registry import available_transports, load_transport
 from moriio_vllm._config_keys import BY_NAME
 from moriio_vllm.config import ConnectorConfig, Ranks
 from moriio_vllm.metadata import StepPlan
+from moriio_vllm.metrics import TransferProm, TransferStats
 from moriio_vllm.scheduler import Instance, make_scheduler
 from moriio_vllm.worker import WorkerHalf
 
@@ -57,6 +59,7 @@ class MoRIIOConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 block_tokens=kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size,
                 dp_rank=config.ranks.dp_rank, dp_size=config.ranks.dp_size,
                 dp_size_local=config.ranks.dp_size_local, tp_size=config.ranks.tp_size,
+                allowed_peers=config.allowed_peers,
             )  # fmt: skip
             self._scheduler = make_scheduler(instance, is_producer=config.is_producer)
         else:
@@ -139,6 +142,10 @@ class MoRIIOConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             failed_recving=results.failed_recving,
         )
 
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        """What happened in this worker since the last step."""
+        return self._worker.stats() if self.role is KVConnectorRole.WORKER else None
+
     def shutdown(self) -> None:
         """The engine ends."""
         if self.role is KVConnectorRole.WORKER:
@@ -150,6 +157,27 @@ class MoRIIOConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """WRITE posts layer by layer from Python, which a full graph would not run; READ needs nothing."""
         return not BY_NAME["read_mode"].parse(extra_config.get("read_mode") or False)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
+        """Stats out of what `TransferStats.to_dict` gave, or none yet."""
+        return TransferStats() if data is None else TransferStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TransferProm:
+        """The metrics that those stats are written to."""
+        return TransferProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+# In a MultiConnector vLLM finds the class of a child's stats by name alone.  In a process that loads this module the
+# name means this class, and not the connector of that name which is built into vLLM.
+KVConnectorFactory._registry["MoRIIOConnector"] = lambda: MoRIIOConnector  # noqa: SLF001 - vLLM offers no other way
 
 
 def checked_config(vllm_config: VllmConfig, role: KVConnectorRole) -> ConnectorConfig:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from moriio_proto.wire.addresses import ZmqAddress
+    from moriio_vllm.allowed_peers import AllowedPeers
 
 __all__ = ["DecodeScheduler", "Instance", "PrefillScheduler", "make_scheduler"]
 
@@ -52,6 +53,7 @@ class Instance:
     dp_size: int
     dp_size_local: int
     tp_size: int
+    allowed_peers: AllowedPeers | None = None  # None: any
 
 
 def _blocks_for(tokens: int, block_tokens: int) -> int:
@@ -65,9 +67,11 @@ class _Offer:
     request_id: str
     params: TransferParams
     prompt_tokens: int
+    prompt: list[int] | None
     blocks: list[int] = attrs.field(factory=list)
     started: bool = False  # a chunk of the present computation was planned
     handed_over: bool = False
+    answer: dict[str, Any] | None = None  # to the router
 
 
 class PrefillScheduler:
@@ -77,6 +81,7 @@ class PrefillScheduler:
         self._it = instance
         self._offers: dict[str, _Offer] = {}  # by request id
         self._ids: set[str] = set()  # transfer ids of the same
+        self._siblings: dict[str, str] = {}  # plain requests with the id of an offer: request id -> transfer id
         self._plan = StepPlan()
 
     def on_new_request(self, request: Request) -> None:
@@ -84,13 +89,16 @@ class PrefillScheduler:
         try:
             params = parse_prefill_params(request.kv_transfer_params, request.request_id, self._it.mode)
             if params is not None:
-                endpoints.check(params, self._it.tp_size, is_producer=True)
+                endpoints.check(params, self._it.tp_size, is_producer=True, allowed=self._it.allowed_peers)
         except ParameterError as e:
             log.warning("request %s is served as a plain one: %s", request.request_id, e)
             return
-        if params is None or params.transfer_id in self._ids:
+        if params is None:
             return
-        offer = _Offer(request.request_id, params, request.num_prompt_tokens)
+        if params.transfer_id in self._ids:
+            self._siblings[request.request_id] = params.transfer_id
+            return
+        offer = _Offer(request.request_id, params, request.num_prompt_tokens, request.prompt_token_ids)
         self._offers[request.request_id] = offer
         self._ids.add(params.transfer_id)
         goal = _blocks_for(offer.prompt_tokens, self._it.block_tokens)
@@ -152,7 +160,7 @@ class PrefillScheduler:
         """The request is over: hand its blocks over, and answer the router if they are worth reading."""
         offer = self._offers.get(request.request_id)
         if offer is None:
-            return False, None
+            return False, self._answer_of_sibling(request)
         offer.handed_over = True
         if request.status.name not in _SERVED or request.num_computed_tokens < offer.prompt_tokens:
             self._plan.aborts.append(offer.params.transfer_id)
@@ -160,10 +168,20 @@ class PrefillScheduler:
         self._plan.finishes.append(offer.params.transfer_id)
         ids = block_ids[self._it.group][: _blocks_for(offer.prompt_tokens, self._it.block_tokens)]
         it = self._it
-        return True, prefill_answer(
+        offer.answer = prefill_answer(
             transfer_id=offer.params.transfer_id, block_ids=[ids], address=it.address, dp_rank=it.dp_rank,
             dp_size=it.dp_size, dp_size_local=it.dp_size_local, tp_size=it.tp_size,
         )  # fmt: skip
+        return True, offer.answer
+
+    def _answer_of_sibling(self, request: Request) -> dict[str, Any] | None:
+        """With n > 1 vLLM answers with what the last of the siblings to finish returns, whichever that is."""
+        transfer_id = self._siblings.pop(request.request_id, None)
+        for offer in self._offers.values() if transfer_id is not None else ():
+            same = offer.params.transfer_id == transfer_id and offer.prompt == request.prompt_token_ids
+            if same and request.status.name in _SERVED:
+                return offer.answer
+        return None
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """All ranks have settled: the request's blocks are vLLM's again."""
@@ -209,7 +227,7 @@ class DecodeScheduler:
             params = parse_decode_params(request.kv_transfer_params, request.request_id, self._it.mode)
             if params is not None:
                 _check_group(params)
-                endpoints.check(params, self._it.tp_size, is_producer=False)
+                endpoints.check(params, self._it.tp_size, is_producer=False, allowed=self._it.allowed_peers)
         except ParameterError as e:
             error = str(e)
             log.warning("request %s cannot be loaded: %s", request.request_id, e)

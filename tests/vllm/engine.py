@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,19 +19,22 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import torch  # noqa: E402 - vLLM decides whether this file is of use
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig  # noqa: E402
-from vllm.sampling_params import SamplingParams  # noqa: E402
-from vllm.utils.hashing import sha256  # noqa: E402
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
-from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
-from vllm.v1.request import Request, RequestStatus  # noqa: E402
-from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what vLLM's and torch's own imports deprecate is not ours to fail for
+    import torch
+    from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.structured_output import StructuredOutputManager
 
-from moriio_vllm.metadata import StepPlan  # noqa: E402
+    from moriio_vllm.endpoints import decode_endpoints, prefill_endpoint
+    from moriio_vllm.metadata import StepPlan
 
 BLOCK = 16
 LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
@@ -101,12 +105,15 @@ class ModelWorker:
 
     def run(self, plan: StepPlan, blocks_of: Callable[[str], list[int]]) -> None:
         """Take a plan in, in the order that the worker half submits it."""
+        self._find_peers(plan)
         for offer in plan.offers:
             assert offer.params.transfer_id not in self.offers
             self.offers[offer.params.transfer_id] = offer.request_id
+            self.chunks[offer.params.transfer_id] = []
         for transfer_id in plan.preempts:
-            self.chunks.pop(transfer_id, None)
             assert transfer_id in self.offers
+            assert self.chunks[transfer_id], "what was never computed cannot be preempted"
+            self.chunks[transfer_id] = []
         for transfer_id in plan.finishes:
             request_id = self.offers.pop(transfer_id)
             self.owed[request_id] = blocks_of(request_id)
@@ -114,8 +121,8 @@ class ModelWorker:
             self._abort(transfer_id, blocks_of)
         for chunk in plan.chunks:
             assert chunk.transfer_id in self.offers, "a chunk belongs to an offer that is not handed over"
-            assert len(chunk.blocks) == chunk.end > chunk.start >= 0 or chunk.end == chunk.start
-            done = self.chunks.setdefault(chunk.transfer_id, [])
+            assert chunk.blocks == blocks_of(self.offers[chunk.transfer_id])[: chunk.end], "blocks are those of now"
+            done = self.chunks[chunk.transfer_id]
             assert chunk.start == (done[-1][1] if done else 0), "chunks leave no block out"
             done.append((chunk.start, chunk.end, chunk.blocks))
         self.expected |= {p.transfer_id for p in plan.expects}
@@ -127,6 +134,13 @@ class ModelWorker:
             else:
                 self.loads[load.params.transfer_id] = load.request_id
         self.skipped += [p.transfer_id for p in plan.skips]
+
+    def _find_peers(self, plan: StepPlan) -> None:
+        """As the worker half does, which must not raise."""
+        for offer in plan.offers:
+            decode_endpoints(offer.params, 0, 1)
+        for leg in (*plan.expects, *plan.skips, *(load.params for load in plan.loads if load.params is not None)):
+            prefill_endpoint(leg, 0, 1)
 
     def _abort(self, transfer_id: str, blocks_of: Callable[[str], list[int]]) -> None:
         if self.role == "D":
@@ -156,6 +170,7 @@ class Engine:
         self.config.cache_config.num_gpu_blocks = blocks
         caches = cache_config(blocks)
         self.lag = 1 if config.get("async_") else 0
+        self.config.scheduler_config.async_scheduling = bool(self.lag)  # vLLM turns it off on a CPU
         made = AsyncScheduler if self.lag else Scheduler
         self.scheduler = made(self.config, caches, StructuredOutputManager(self.config), BLOCK, BLOCK)
         self.worker = ModelWorker(role)
@@ -188,7 +203,7 @@ class Engine:
         return request
 
     def step(self) -> StepPlan:
-        """Schedule one step, let the worker run it, and give vLLM the output of this step (async: of the one before)."""
+        """Schedule one step, let the worker run it, and give vLLM its output (async: that of the step before)."""
         output = self.scheduler.schedule()
         plan = output.kv_connector_metadata
         assert isinstance(plan, StepPlan)
@@ -233,7 +248,9 @@ class Engine:
         pool = self.scheduler.kv_cache_manager.block_pool
         for request_id, blocks in self.worker.owed.items():
             for block in blocks:
-                assert pool.blocks[block].ref_cnt > 0, f"block {block} of {request_id} is free while a peer may touch it"
+                assert pool.blocks[block].ref_cnt > 0, (
+                    f"block {block} of {request_id} is free while a peer may touch it"
+                )
 
     def settle(self, *request_ids: str, verdict: str = "done") -> None:
         """The transfers of these requests are over; the next step reports it."""
@@ -273,6 +290,5 @@ class Engine:
         assert not self.worker.owed
         assert not self.worker.offers
         assert self.free_blocks == self._free_at_start
-        records = self.half._offers if self.role == "P" else self.half._loads
-        assert not records
-        assert not self.half._ids
+        kept = {name: value for name, value in vars(self.half).items() if isinstance(value, dict | set) and value}
+        assert not kept, "the half keeps nothing of requests that are over"

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.engine import BLOCK, Engine, params  # noqa: E402 - vLLM decides whether this file runs
+from tests.vllm.engine import BLOCK, Engine, params
 
 MODES = ["WRITE", "READ"]
 LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK - 1, 4 * BLOCK, 4 * BLOCK + 1, 200]
@@ -35,7 +35,7 @@ def test_chunks_cover_the_prompt_once(tmp_path, length, async_):
     (offer,) = [o for plan in plans for o in plan.offers]
     chunks = [c for plan in plans for c in plan.chunks]
     assert offer.goal_blocks == chunks[-1].end == blocks_for(length)
-    assert len(chunks) == blocks_for(length * BLOCK // 64) if length > 64 else len(chunks) == 1
+    assert len(chunks) == -(-length // 64), "one per step of 64 tokens"
     engine.finish()
     assert engine.answers["a"]["remote_block_ids"] == [chunks[-1].blocks]
 
@@ -83,25 +83,23 @@ def test_p_aborted_before_it_was_scheduled_settles_once(tmp_path, mode, async_):
 def test_preempted_prefill_starts_over(tmp_path, async_):
     """WRITE: a preempted request's transfer is told so before its new blocks come, which begin at block 0 again."""
     engine = Engine(tmp_path, "P", "WRITE", blocks=12, async_=async_)
-    engine.add("old", 100, params("P", "t-old"), max_tokens=90)
+    engine.add("old", 100, params("P", "t-old"), max_tokens=60)
     engine.add("new", 60, params("P", "t-new"), max_tokens=40)
     plans = engine.steps(60)
-    preempted = [i for i, plan in enumerate(plans) if "t-new" in plan.preempts]
-    assert preempted, "the pool is too large for this test"
-    again = [c for plan in plans[preempted[0] :] for c in plan.chunks if c.transfer_id == "t-new"]
-    assert not again or again[0].start == 0
-    assert engine.scheduler.kv_cache_manager is not None
-    for _ in range(300):
-        if "new" in engine.finished and "old" in engine.finished:
+    preempted = next(i for i, plan in enumerate(plans) if "t-new" in plan.preempts)
+    assert not any(c.transfer_id == "t-new" for c in plans[preempted].chunks)
+    for _ in range(200):
+        if "new" in engine.finished:
             break
         engine.settle(*engine.worker.owed)
-        engine.step()
-    assert engine.worker.chunks["t-new"][-1][1] == blocks_for(60)
+        plans.append(engine.step())
+    again = [c for plan in plans[preempted:] for c in plan.chunks if c.transfer_id == "t-new"]
+    assert [again[0].start, again[-1].end] == [0, blocks_for(60)]
     engine.finish()
 
 
 def test_same_transfer_id_twice_is_one_offer(tmp_path):
-    """Siblings (n > 1) share an id: one is offered, the others are plain; an id is free again when its offer is over."""
+    """Siblings (n > 1) share an id: one is offered, the others are plain; then the id may come again."""
     engine = Engine(tmp_path, "P", "READ")
     for i in range(4):
         engine.add(f"{i}_a", 40, params("P", "t"))
@@ -241,7 +239,7 @@ BAD = [
 
 @both_modes
 @pytest.mark.parametrize("role", ["P", "D"])
-@pytest.mark.parametrize("wrong", [*BAD, 5, [], "x", {"do_remote_prefill": 1, "do_remote_decode": "yes"}], ids=repr)
+@pytest.mark.parametrize("wrong", [*BAD, [], {"do_remote_prefill": 1, "do_remote_decode": "yes"}], ids=repr)
 def test_bad_parameters_cost_their_request_only(tmp_path, role, mode, wrong):
     """Parameters that lead nowhere never raise in a hook: P computes a plain request, D's load fails by policy."""
     engine = Engine(tmp_path, role, mode)
@@ -287,9 +285,7 @@ def test_a_plan_survives_pickling(tmp_path):
 @pytest.mark.parametrize("role", ["P", "D"])
 @pytest.mark.parametrize("seed", range(6))
 def test_any_mix_of_requests_ends_with_all_blocks_back(tmp_path, role, mode, seed, async_):
-    """Random arrivals, lengths, shared prefixes, siblings, aborts, failures and a small pool: vLLM never asserts, and
-    every block comes back.
-    """
+    """Random arrivals, prefixes, siblings, aborts, failures, a small pool: no assertion, and every block comes back."""
     rng = random.Random(seed)
     engine = Engine(tmp_path, role, mode, blocks=24, async_=async_, seqs=6, policy=rng.choice(["recompute", "fail"]))
     live: list[str] = []

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.engine import Engine, params  # noqa: E402 - vLLM decides whether this file runs
+from tests.vllm.engine import Engine, params
 
 LENGTH, BLOCKS = 100, range(7)
 both_modes = pytest.mark.parametrize("mode", ["WRITE", "READ"])
@@ -94,7 +94,7 @@ def test_two_loads_in_every_order(tmp_path, order, mode):
 
 @both_modes
 def test_an_aborted_load_keeps_its_blocks_until_it_is_settled(tmp_path, mode):
-    """D: P may still write (or we read) into an aborted request's blocks: they stay allocated for any number of steps."""
+    """D: the blocks of an aborted request, which P may still write, stay allocated for any number of steps."""
     engine = Engine(tmp_path, "D", mode, blocks=12)
     engine.add("a", LENGTH, params("D", "t1", BLOCKS))
     engine.step()
@@ -102,7 +102,7 @@ def test_an_aborted_load_keeps_its_blocks_until_it_is_settled(tmp_path, mode):
     engine.abort("a")
     engine.add("b", LENGTH, params("D", "t2", BLOCKS))
     plans = engine.steps(50)
-    assert [p for p in plans if p.aborts][0].aborts == ["t1"]
+    assert next(p for p in plans if p.aborts).aborts == ["t1"]
     assert engine.worker.owed == {"a": held}
     engine.finish()
     assert engine.finished["b"] == "length"

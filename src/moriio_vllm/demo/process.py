@@ -41,6 +41,7 @@ class Process:
     ) -> None:
         self.name = name
         self.log = log
+        self._command, self._env = command, env
         self.started = time.monotonic()
         self._seen = 0
         self._stage = stage
@@ -61,6 +62,10 @@ class Process:
     def pid(self) -> int:
         """The id of the guard; the server is its only child."""
         return self._guard.pid
+
+    def again(self) -> Process:
+        """Start the same server again, at the same ports, with a log of its own; this one must have ended."""
+        return Process(self.name, self._command, self._env, self.log.with_suffix(f".{time.monotonic_ns()}.log"))
 
     def running(self) -> bool:
         """Whether the server has not ended."""

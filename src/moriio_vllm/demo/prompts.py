@@ -1,6 +1,6 @@
 """The prompts of the demo and of the end-to-end tests.
 
-Completions are given as token ids, so their lengths in tokens are exact: one token, around the block size of 16, and
+Completions are given as token ids, so their lengths in tokens are exact: one token, around the size of a block, and
 over the 512 tokens that one step of prefill takes. Each prompt begins differently, so that no server's prefix cache
 makes a transfer smaller than its name says; prompts that share a prefix on purpose have a set of their own.
 """
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-BLOCK = 16
-"""Tokens in a KV cache block of the demo's servers (vLLM's default)."""
+BLOCK = 32
+"""Tokens in a KV cache block of the demo's servers: the smallest that vLLM has on a CPU, so that prompts span many."""
 BURST = 32
 """How many requests the tests send at once."""
 LONG_ANSWERS = 12
@@ -143,8 +143,8 @@ class PromptMaker:
         return [*prompts, Prompt("prefix left within a block", inside), Prompt("prefix once more", prefix)]
 
     def long_answers(self, count: int = LONG_ANSWERS) -> list[Prompt]:
-        """``count`` prompts of 3 blocks that each generate 6 blocks more: they outgrow a small cache together."""
+        """``count`` prompts of 2 blocks that each generate 3 blocks more: they outgrow a small cache together."""
         return [
-            Prompt(f"long answer {i}", self.tokens(3 * BLOCK, f"Tale {i}"), 6 * BLOCK, stream=i % 2 == 0)
+            Prompt(f"long answer {i}", self.tokens(2 * BLOCK, f"Tale {i}"), 3 * BLOCK, stream=i % 2 == 0)
             for i in range(count)
         ]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from moriio_vllm.demo.client import Endpoint
 from moriio_vllm.demo.ports import free_ports
 from moriio_vllm.demo.process import Process, end_all, wait_any_ended
+from moriio_vllm.demo.prompts import BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ SERVER_ARGS = (
     "--dtype=float32",  # greedy answers in bfloat16 differ from run to run even on one server
     "--enforce-eager",
     "--max-model-len=2048",
+    f"--block-size={BLOCK}",
     "--max-num-batched-tokens=512",  # long prompts are prefilled in chunks
     "--max-num-seqs=64",
 )
@@ -55,12 +57,14 @@ class Connector:
         module_path: the module that has it; None for the one built into vLLM.
         extra: keys of ``kv_connector_extra_config`` besides addresses, ports and the mode.
         env: environment variables its servers need.
+        transfer: further keys of ``--kv-transfer-config`` itself, such as ``kv_load_failure_policy``.
     """
 
     name: str = "MoRIIOConnector"
     module_path: str | None = "moriio_vllm"
     extra: Mapping[str, Any] = field(default_factory=lambda: {"backend": "loopback"})
     env: Mapping[str, str] = field(default_factory=dict)
+    transfer: Mapping[str, Any] = field(default_factory=dict)
 
 
 OURS = Connector()
@@ -76,6 +80,8 @@ class StackOptions:
         mode: ``write`` or ``read``.
         prefill_args: further arguments of the prefill server; a later argument wins over ``SERVER_ARGS``.
         decode_args: the same for the decode server.
+        connector: what the servers load; None for ours.
+        decode_connector: what the decode server loads instead of that.
     """
 
     model: Path
@@ -84,6 +90,12 @@ class StackOptions:
     prefill_args: Sequence[str] = ()
     decode_args: Sequence[str] = ()
     connector: Connector | None = None
+    decode_connector: Connector | None = None
+
+    def connector_of(self, role: str) -> Connector:
+        """What the server of ``role`` (``kv_producer`` or ``kv_consumer``) loads."""
+        own = self.decode_connector if role == "kv_consumer" else None
+        return own or self.connector or OURS
 
 
 @dataclass(frozen=True)
@@ -107,10 +119,11 @@ class Stack:
 
 def kv_transfer_config(options: StackOptions, role: str, ports: Mapping[str, int]) -> str:
     """Return the value of ``--kv-transfer-config`` for ``role`` (``kv_producer`` or ``kv_consumer``) as JSON."""
-    connector = options.connector or OURS
+    connector = options.connector_of(role)
     config: dict[str, Any] = {
         "kv_connector": connector.name,
         "kv_role": role,
+        **connector.transfer,
         "kv_connector_extra_config": {
             "proxy_ip": HOST,
             "proxy_ping_port": str(ports["registration"]),
@@ -142,9 +155,10 @@ def _start_instance(name: str, options: StackOptions, registration: int) -> tupl
         "notify": first + 1 + PORTS_PER_RANGE,
     }
     producer = name == "prefill"
-    config = kv_transfer_config(options, "kv_producer" if producer else "kv_consumer", ports)
+    role = "kv_producer" if producer else "kv_consumer"
+    config = kv_transfer_config(options, role, ports)
     args = [f"--kv-transfer-config={config}", *(options.prefill_args if producer else options.decode_args)]
-    process = _serve(name, options, ports["http"], args, (options.connector or OURS).env)
+    process = _serve(name, options, ports["http"], args, options.connector_of(role).env)
     return process, Endpoint(HOST, ports["http"])
 
 
