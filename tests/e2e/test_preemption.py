@@ -9,8 +9,8 @@ from moriio_vllm.demo.stack import StackOptions, running_stack
 
 pytestmark = pytest.mark.e2e
 
-# Nine blocks a request at its end, three at its begin: twelve requests are let in and outgrow these together.
-SMALL_CACHE = ("--num-gpu-blocks-override=40", "--max-model-len=512")
+# Two blocks a request at its beginning, five at its end: twelve requests are let in and outgrow these together.
+SMALL_CACHE = ("--num-gpu-blocks-override=30", "--max-model-len=512")
 
 
 @pytest.mark.parametrize("mode", ["write", "read"])
