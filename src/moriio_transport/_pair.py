@@ -155,9 +155,11 @@ def open_transport(backend: str, key: str, options: Mapping[str, Any], memory: M
 class LocalTarget:
     """A target in this process; arguments as of `open_transport`."""
 
-    def __init__(self, backend: str, options: Mapping[str, Any], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, backend: str, options: Mapping[str, Any], sizes: Sequence[int], key: str = "conformance-target"
+    ) -> None:
         self._memory = allocate(sizes)
-        self._transport = open_transport(backend, "conformance-target", options, self._memory)
+        self._transport = open_transport(backend, key, options, self._memory)
         self.description = self._transport.describe()
 
     def read(self, region: int, offset: int, nbytes: int) -> bytes:
@@ -177,9 +179,9 @@ class LocalTarget:
         self._transport.close()
 
 
-def _serve(pipe: Connection, backend: str, options: Mapping[str, Any], sizes: Sequence[int]) -> None:
+def _serve(pipe: Connection, backend: str, options: Mapping[str, Any], sizes: Sequence[int], key: str) -> None:
     """The child process of `ProcessTarget`: answers (method, arguments) until None."""
-    target = LocalTarget(backend, options, sizes)
+    target = LocalTarget(backend, options, sizes, key)
     pipe.send(target.description)
     while (order := pipe.recv()) is not None:
         method, arguments = order
@@ -190,10 +192,12 @@ def _serve(pipe: Connection, backend: str, options: Mapping[str, Any], sizes: Se
 class ProcessTarget:
     """A target in a child process, which can be killed."""
 
-    def __init__(self, backend: str, options: Mapping[str, Any], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, backend: str, options: Mapping[str, Any], sizes: Sequence[int], key: str = "conformance-target"
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, backend, options, sizes), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, backend, options, sizes, key), daemon=True)
         self._process.start()
         theirs.close()
         self.description: Description = self._pipe.recv()

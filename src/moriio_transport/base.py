@@ -124,7 +124,7 @@ class Connected:
     session: Session
 
 
-@attrs.frozen
+@attrs.define(unsafe_hash=True)  # by convention frozen; made per post
 class Completed:
     """The one end of a post.  `nbytes` counts bytes known to have moved."""
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import attrs
 import zmq
 
-from moriio_proto.errors import ConfigurationError
+from moriio_proto.errors import ConfigurationError, ParameterError
 from moriio_proto.events import Endpoint
 from moriio_proto.wire.addresses import tcp_endpoint
 from moriio_proto.wire.messages import GET_META
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_MS = 5_000  # ZMTP ping on idle connections: a middlebox that dropped one is noticed
 HEARTBEAT_TIMEOUT_MS = 15_000
 QUEUED_FRAMES = 1_000  # to a peer that does not read; more are dropped, and resent by the core
+MAX_SOCKETS = 8_192  # ranks that we talk to at one time; the process may have fewer file descriptors
 MAX_FRAME = 1 << 23  # larger messages end the connection before they are in memory
 FRAMES_PER_TURN = 256  # of one socket, so that one busy peer cannot starve the rest
 
@@ -80,6 +81,7 @@ class ZmqControl:
         self._hello = hello
         self._token = token
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._dealers: dict[Endpoint, zmq.Socket[bytes]] = {}
         self._dials: dict[Endpoint, _Dial] = {}
         self._by_socket: dict[zmq.Socket[bytes], Endpoint | _Dial] = {}
@@ -118,22 +120,20 @@ class ZmqControl:
     def dial(self, endpoint: Endpoint) -> None:
         """Ask a handshake port for its hello; replaces a dial under way."""
         self._hang_up(endpoint)
-        socket = self._socket(zmq.DEALER)
-        dial = _Dial(socket, endpoint)
-        if self._connect(socket, endpoint.host, endpoint.handshake_port) and self._try_send(socket, [GET_META]):
-            self._dials[endpoint] = self._by_socket[socket] = dial
-            self.poller.register(socket, zmq.POLLIN)
-        else:
-            socket.close()
+        socket = self._dealer(endpoint.host, endpoint.handshake_port)
+        if socket is None:
+            return
+        self._dials[endpoint] = self._by_socket[socket] = _Dial(socket, endpoint)
+        self.poller.register(socket, zmq.POLLIN)
+        self._try_send(socket, [GET_META])
 
     def send(self, endpoint: Endpoint, frame: bytes) -> None:
         """To a notify port; dropped when the peer's queue is full."""
         socket = self._dealers.get(endpoint)
         if socket is None:
-            socket = self._socket(zmq.DEALER)
-            socket.setsockopt(zmq.IDENTITY, f"{self._token}>{endpoint.notify_port}".encode()[:255])
-            if not self._connect(socket, endpoint.host, endpoint.notify_port):
-                socket.close()
+            identity = f"{self._token}>{endpoint.notify_port}".encode()[:255]
+            socket = self._dealer(endpoint.host, endpoint.notify_port, identity)
+            if socket is None:
                 return
             self._dealers[endpoint] = socket
             self._by_socket[socket] = endpoint
@@ -147,13 +147,20 @@ class ZmqControl:
         elif isinstance(route, _PeerRoute):
             self._try_send(self._notify, [route.identity, frame])
 
-    def _connect(self, socket: zmq.Socket[bytes], host: str, port: int) -> bool:
+    def _dealer(self, host: str, port: int, identity: bytes = b"") -> zmq.Socket[bytes] | None:
+        """A socket to a peer; None, which its senders take for lost frames, when there can be none."""
+        socket = None
         try:
+            socket = self._socket(zmq.DEALER)
+            if identity:
+                socket.setsockopt(zmq.IDENTITY, identity)
             socket.connect(tcp_endpoint(host, port))  # names stay names: resolved again at every reconnect
-        except zmq.ZMQError as e:
+        except (ParameterError, zmq.ZMQError) as e:  # no such host, or no file descriptor left
             log.warning("%s:%d cannot be reached: %s", host, port, e)
-            return False
-        return True
+            if socket is not None:
+                socket.close()
+            return None
+        return socket
 
     def _try_send(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> bool:
         try:

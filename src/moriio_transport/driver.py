@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import attrs
 
 from moriio_proto.core import Core
-from moriio_proto.effects import Cancel, Connect, Dial, Disconnect, Effect, Post, Reply, Send, Settled
-from moriio_proto.errors import DecodeError, LocalProtocolError, ProtocolError
+from moriio_proto.dialects import descriptors
+from moriio_proto.effects import Cancel, Connect, Dial, Disconnect, Effect, Forget, Post, Reply, Send, Settled
+from moriio_proto.errors import DecodeError, IllegalEventError, LocalProtocolError, ProtocolError
 from moriio_proto.events import (
     Connected,
     Disconnected,
@@ -34,7 +35,6 @@ from moriio_proto.events import (
 from moriio_proto.geometry import CacheGeometry, PlanError
 from moriio_proto.geometry.plan import Pairing, split
 from moriio_proto.wire.codec import decode_hello, decode_notify, encode
-from moriio_proto.wire.messages import Hello
 from moriio_transport import base
 from moriio_transport.base import Description, Direction, Outcome, Session, Transport
 
@@ -48,6 +48,9 @@ class Control(Protocol):
 
     def dial(self, endpoint: Endpoint) -> None:
         """Ask the handshake port for its hello; replaces a dial under way."""
+
+    def forget(self, endpoint: Endpoint) -> None:
+        """Close the connections to an address; what is queued for it, and a dial under way, are void."""
 
     def send(self, endpoint: Endpoint, frame: bytes) -> None:
         """To the notify port; frames to one endpoint keep their order."""
@@ -94,9 +97,11 @@ def collapse(commands: Iterable[Event]) -> list[Event]:
 
     Progress is cumulative, so a reactor that falls behind posts fewer and larger batches at its own pace.
     """
-    out: list[Event] = []
+    given, out = list(commands), list[Event]()
+    if len(given) < 2:
+        return given
     newer: set[str] = set()
-    for event in reversed(list(commands)):
+    for event in reversed(given):
         if isinstance(event, Progress):
             if event.transfer_id in newer:
                 continue
@@ -115,12 +120,24 @@ class Driver:
         self.core, self.transport, self.control, self.geometry = core, transport, control, geometry
         self.settled: deque[Settled] = deque()  # for the worker half
         self.refused_frames = 0
+        self.missing_rows = 0
         self._links: dict[Endpoint, _Link] = {}
         self._sessions: dict[int, _Link] = {}
         self._parts: dict[int, _Parts] = {}  # transport token -> the core's post
         self._posts: dict[int, _Parts] = {}  # core token -> the same
         self._next = 1
         self._owed: deque[Event] = deque()  # answers to effects that could not be carried out
+        self._carriers: dict[type, Callable[[Any], None]] = {
+            Post: self._post,
+            Send: lambda e: self.control.send(e.endpoint, encode(e.message)),
+            Reply: lambda e: self.control.reply(e.route, encode(e.message)),
+            Settled: self.settled.append,
+            Cancel: self._cancel,
+            Dial: lambda e: self.control.dial(e.endpoint),
+            Forget: lambda e: self.control.forget(e.endpoint),
+            Connect: self._connect,
+            Disconnect: self._disconnect,
+        }
 
     # --- inputs ---------------------------------------------------------------------------------------------------
 
@@ -161,14 +178,14 @@ class Driver:
 
     def tick(self, now: float) -> None:
         """The core's next deadline has come."""
-        self._carry_out(self.core.tick(now))
+        self._carry_out(self._survive(lambda: self.core.tick(now)))
         self._pay(now)
 
     # --- effects --------------------------------------------------------------------------------------------------
 
     def _step(self, event: Event, now: float) -> None:
         try:
-            effects = self.core.receive(event, now)
+            effects = self._receive(event, now)
         except LocalProtocolError as e:
             log.exception("refused")
             if isinstance(event, Load):  # vLLM waits for its end, whatever went wrong
@@ -182,27 +199,28 @@ class Driver:
 
     def _pay(self, now: float) -> None:
         while self._owed:
-            self._carry_out(self.core.receive(self._owed.popleft(), now))
+            self._carry_out(self._receive(self._owed.popleft(), now))
+
+    def _receive(self, event: Event, now: float) -> list[Effect]:
+        return self._survive(lambda: self.core.receive(event, now))
+
+    def _survive(self, step: Callable[[], list[Effect]]) -> list[Effect]:
+        """A trigger without a row is a bug of ours: it costs the record it was meant for, not the worker."""
+        try:
+            return step()
+        except IllegalEventError:
+            self.missing_rows += 1
+            log.exception("no row; the record stays as it is")
+            return self._survive(self.core.resume)
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Post):
-                self._post(effect)
-            elif isinstance(effect, Send):
-                self.control.send(effect.endpoint, encode(effect.message))
-            elif isinstance(effect, Reply):
-                self.control.reply(effect.route, encode(effect.message))
-            elif isinstance(effect, Settled):
-                self.settled.append(effect)
-            elif isinstance(effect, Cancel):
-                for token in self._posts[effect.token].tokens if effect.token in self._posts else ():
-                    self.transport.release(token)
-            elif isinstance(effect, Dial):
-                self.control.dial(effect.endpoint)
-            elif isinstance(effect, Connect):
-                self._connect(effect)
-            else:
-                self._disconnect(effect)
+            self._carriers[type(effect)](effect)
+
+    def _cancel(self, effect: Cancel) -> None:
+        parts = self._posts.get(effect.token)
+        for token in parts.tokens if parts is not None else ():
+            self.transport.release(token)
 
     def _post(self, post: Post) -> None:
         link = self._links.get(post.endpoint)
@@ -241,7 +259,8 @@ class Driver:
 
     def _connect(self, effect: Connect) -> None:
         try:
-            session = self.transport.connect(_description(effect.hello))
+            regions = descriptors(effect.hello, effect.layers)
+            session = self.transport.connect(Description(effect.hello.agent_metadata, regions))
         except base.TransportError as e:
             self._owed.append(Disconnected(effect.endpoint, effect.epoch, str(e)))
             return
@@ -272,8 +291,3 @@ class Driver:
     def _refuse_frame(self, source: object, why: DecodeError) -> None:
         self.refused_frames += 1
         log.warning("frame from %s refused: %s", source, why)
-
-
-def _description(hello: Hello) -> Description:
-    extension = hello.extension
-    return Description(hello.agent_metadata, extension.regions if extension is not None else ())

@@ -76,7 +76,9 @@ class Reactor:
             raise ReactorDiedError(f"the transfer thread died: {self._cause!r}") from self._cause
 
     def close(self) -> None:
-        """Stop serving, and wait until no copy of ours is under way."""
+        """Stop serving, and wait until no copy of ours is under way.  Idempotent; nothing may be submitted after it."""
+        if self._closing:
+            return
         self._closing = True
         self._wake()
         if self._thread.is_alive():
@@ -108,23 +110,29 @@ class Reactor:
         poller.register(transport_fd, zmq.POLLIN)
         poller.register(wake_fd, zmq.POLLIN)
         while not self._closing:
-            for source, _ in poller.poll(self._timeout_ms()):
-                if source == wake_fd:
-                    os.eventfd_read(wake_fd)
-                elif source == transport_fd:
+            ready = dict(poller.poll(self._timeout_ms()))
+            if ready.pop(wake_fd, None):
+                os.eventfd_read(wake_fd)  # before the inbox is read: later commands wake us again
+            self._obey()
+            for source in ready:
+                if source == transport_fd:
                     driver.on_transport(self._clock())
                 else:
                     self._on_socket(source)
-            if self._inbox:
-                driver.on_commands(self._take_inbox(), self._clock())
             deadline = driver.core.next_deadline()
             if deadline is not None and deadline <= self._clock():
                 driver.tick(self._clock())
+
+    def _obey(self) -> None:
+        """Commands go before frames: a peer may answer already what the worker half said before the frame came."""
+        if self._inbox:
+            self._driver.on_commands(self._take_inbox(), self._clock())
 
     def _on_socket(self, source: zmq.Socket[bytes]) -> None:
         if source.closed:
             return
         for inbound in self._control.receive(source):
+            self._obey()
             if isinstance(inbound, Frame):
                 self._driver.on_notify(inbound.data, inbound.route, self._clock())
             else:

@@ -22,7 +22,11 @@ GROUP = "moriio.transports"
 API_VERSION = TransportPlugin.api_version
 
 # So that a source tree works without installation.
-_BUILT_IN = {"loopback": "moriio_transport.loopback:plugin"}
+_BUILT_IN = {
+    "loopback": "moriio_transport.loopback:plugin",
+    "rdma": "moriio_transport.mori:rdma",
+    "xgmi": "moriio_transport.mori:xgmi",
+}
 
 
 def available_transports() -> Mapping[str, importlib.metadata.EntryPoint]:

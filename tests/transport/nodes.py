@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import attrs
@@ -79,12 +79,13 @@ def eventually(condition: Callable[[], bool], timeout: float = 20.0) -> None:
 def make_node(
     role: Role, mode: Mode, *, token: str, ports: tuple[int, int], geometry: CacheGeometry | None = None,
     timing: Timing | None = None, wrap: Callable[[Transport], Transport] = lambda t: t, backend: str = "loopback",
+    options: Mapping[str, object] | None = None,
 ) -> Node:  # fmt: skip
     """A node that is not started yet."""
     geometry = geometry or small_geometry(blocks=256, block_bytes=1024)
     memory = np.random.default_rng(hash(token) % 2**32).integers(0, 256, geometry.region_bytes[0], np.uint8)
     plugin = load_transport(backend)
-    transport = wrap(plugin.create(engine_key=f"{token}-0-0", host=HOST, options=dict(plugin.options)))
+    transport = wrap(plugin.create(engine_key=f"{token}-0-0", host=HOST, options=options or dict(plugin.options)))
     transport.register([Region(memory.ctypes.data, memory.nbytes)])
     own = transport.describe()
     endpoint = Endpoint(HOST, *ports)
@@ -92,10 +93,11 @@ def make_node(
         token=token, global_dp_rank=0, tp_rank=0, dp_size=1, dp_size_local=1, tp_size=1, capabilities=CAPABILITIES,
         notify_port=ports[1], transport=backend, regions=own.regions, geometry=geometry,
     )  # fmt: skip
-    hello = Hello(f"{HOST}:{ports[0]}", own.engine, (memory.ctypes.data,), geometry.num_blocks, 1024, "test", extension)
+    base = tuple(memory.ctypes.data + layer.pieces[0].offset for layer in geometry.layers)
+    hello = Hello(f"{HOST}:{ports[0]}", own.engine, base, geometry.num_blocks, 1024, "test", extension)
     control = ZmqControl(
         bind_host=HOST, handshake_port=ports[0], notify_port=ports[1], token=token,
-        hello=encode_hello(hello, LayerDescriptors({})),
+        hello=encode_hello(hello, LayerDescriptors({layer.name: [own.regions[0]] for layer in geometry.layers})),
     )  # fmt: skip
     core = Core(CoreConfig(role, mode, token, geometry, timing=timing or Timing()))
     driver = Driver(core, transport, control, geometry)

@@ -3,7 +3,8 @@
 A description names a process (pid, start time, boot, PID namespace) and the address of a *seal* in its memory:
 a random nonce and a keyed digest of the described regions.  Whoever can read the seal at that address of that
 process knows that the process is alive, that its transport is open, and that the regions are those that it
-registered.  `close` wipes the seal, and so ends the access of every peer that looks before it copies.
+registered (`_mori`: not the last).  `close` wipes the seal, and so ends the access of every peer that looks before
+it copies.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import msgspec
 
+from moriio_proto.dialects import read_memory
 from moriio_transport.base import Description, PeerRefusedError, Region
+from moriio_transport.loopback import _mori
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,13 +42,22 @@ _local: dict[bytes, Identity] = {}
 class Engine(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The `engine` part of a description, MessagePack."""
 
-    format: Literal["moriio-loopback/1"]
+    format: Literal["moriio-loopback/1", "moriio-loopback-mori/1"]  # the second: see `_mori`
     pid: Annotated[int, msgspec.Meta(ge=1, le=1 << 22)]
     start_time: Annotated[int, msgspec.Meta(ge=0)]  # clock ticks after boot
     boot_id: Annotated[str, msgspec.Meta(max_length=64)]
     pid_namespace: Annotated[int, msgspec.Meta(ge=0)]  # inode
     seal_address: _Address
     nonce: Annotated[bytes, msgspec.Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
+
+    @property
+    def seals_regions(self) -> bool:
+        """Whether the seal covers the regions, too."""
+        return self.format != _mori.FORMAT
+
+    def seal(self, regions: Sequence[bytes]) -> bytes:
+        """What must lie at the seal's address."""
+        return seal_of(self.nonce, regions if self.seals_regions else ())
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -82,16 +94,19 @@ class Identity:
         closed: nobody may touch our memory any more.
     """
 
-    def __init__(self, regions: Sequence[Region]) -> None:
-        encoded = tuple(_REGION.pack(region.address, region.nbytes) for region in regions)
-        nonce = os.urandom(_NONCE_BYTES)
-        self._seal = ctypes.create_string_buffer(seal_of(nonce, encoded), SEAL_BYTES)
-        boot_id, pid_namespace = own_place()
-        pid = os.getpid()
-        engine = Engine(
-            "moriio-loopback/1", pid, start_time(pid), boot_id, pid_namespace, ctypes.addressof(self._seal), nonce
+    def __init__(self, regions: Sequence[Region], name: _mori.MoriName | None = None) -> None:
+        nonce, pid = os.urandom(_NONCE_BYTES), os.getpid()
+        if name is None:
+            encoded = tuple(_REGION.pack(region.address, region.nbytes) for region in regions)
+            self._seal = ctypes.create_string_buffer(seal_of(nonce, encoded), SEAL_BYTES)
+        else:
+            encoded = tuple(_mori.pack_region(name, i, r.address, r.nbytes) for i, r in enumerate(regions))
+            self._seal = ctypes.create_string_buffer(seal_of(nonce, ()), SEAL_BYTES)
+        own = (start_time(pid), *own_place(), ctypes.addressof(self._seal), nonce)
+        engine = (
+            _encoder.encode(["moriio-loopback/1", pid, *own]) if name is None else _mori.pack_engine(name, pid, own)
         )
-        self.description = Description(_encoder.encode(engine), encoded)
+        self.description = Description(engine, encoded)
         self.lock = threading.Lock()
         self.closed = False
         self._nonce = nonce
@@ -116,15 +131,10 @@ def decode(description: Description) -> tuple[Engine, list[tuple[int, int]]]:
     Raises:
         PeerRefusedError: it is not a description that a loopback transport makes.
     """
-    try:
-        engine = _decoder.decode(description.engine)
-    except msgspec.DecodeError as error:  # ValidationError is one
-        raise PeerRefusedError(f"the peer's description is not one of backend loopback: {error}") from error
+    engine = _engine(description.engine)
     regions = []
     for index, encoded in enumerate(description.regions):
-        if len(encoded) != _REGION.size:
-            raise PeerRefusedError(f"peer's region {index}: {len(encoded)} bytes, expected {_REGION.size}")
-        address, nbytes = _REGION.unpack(encoded)
+        address, nbytes = _region(index, encoded, engine)
         if not (0 < address < _ADDRESS_LIMIT and 0 < nbytes <= _ADDRESS_LIMIT - address):
             raise PeerRefusedError(
                 f"peer's region {index}: {nbytes} bytes at {address:#x}, expected at least one, "
@@ -132,3 +142,28 @@ def decode(description: Description) -> tuple[Engine, list[tuple[int, int]]]:
             )
         regions.append((address, nbytes))
     return engine, regions
+
+
+def _engine(data: bytes) -> Engine:
+    """In our own form, or in that of MoRI's descriptors."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError as error:  # ValidationError is one
+        try:
+            return msgspec.convert(_mori.unpack_engine(data), Engine)
+        except msgspec.DecodeError:
+            raise PeerRefusedError(f"the peer's description is not one of backend loopback: {error}") from error
+
+
+def _region(index: int, encoded: bytes, engine: Engine) -> tuple[int, int]:
+    """Address and size."""
+    if not engine.seals_regions:
+        try:
+            memory = read_memory(encoded)
+        except ValueError as error:
+            raise PeerRefusedError(f"peer's region {index}: {error}") from error
+        return memory.address, memory.nbytes
+    if len(encoded) != _REGION.size:
+        raise PeerRefusedError(f"peer's region {index}: {len(encoded)} bytes, expected {_REGION.size}")
+    address, nbytes = _REGION.unpack(encoded)
+    return address, nbytes

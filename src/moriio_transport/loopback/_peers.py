@@ -131,7 +131,8 @@ def open_peer(description: Description, engine: _identity.Engine, regions: Regio
         )
     if engine.pid == os.getpid():
         identity = _identity.find_local(engine)
-        if identity is None or identity.description != description:
+        same = identity is not None and identity.description.engine == description.engine
+        if identity is None or not same or (engine.seals_regions and identity.description != description):
             raise PeerRefusedError("the description names this process, but none of its open transports")
         return LocalPeer(identity, regions)
     return _open_process(description, engine, regions)
@@ -144,7 +145,7 @@ def _open_process(description: Description, engine: _identity.Engine, regions: R
         raise PeerGoneError(f"process {engine.pid} has ended") from error
     except OSError as error:
         raise PeerRefusedError(f"pidfd_open({engine.pid}): {error.strerror}; loopback needs Linux 5.3") from error
-    peer = ProcessPeer(engine, _identity.seal_of(engine.nonce, description.regions), pidfd, regions)
+    peer = ProcessPeer(engine, engine.seal(description.regions), pidfd, regions)
     try:
         _prove(peer, engine)
     except PeerGoneError:

@@ -26,6 +26,7 @@ from moriio_transport.base import (
     TransportEvent,
 )
 from moriio_transport.loopback import _identity, _libc
+from moriio_transport.loopback._mori import MoriName
 from moriio_transport.loopback._peers import Peer, open_peer
 from moriio_transport.loopback._post import CopyThreads, PeerGoneError, Post
 from moriio_transport.loopback._runs import SLICE_BYTES, RegionTable, resolve
@@ -56,6 +57,7 @@ class LoopbackTransport(Transport):
         num_workers: threads that copy posts larger than `INLINE_BYTES`.
         clock: what `not_after` is compared with, monotonic seconds.
         warm: prefault registered memory and ask for huge pages.
+        mori: describe this side in the compatibility form, under this name.  Both forms are always understood.
     """
 
     capabilities = Capabilities(
@@ -67,7 +69,15 @@ class LoopbackTransport(Transport):
         can_cancel=True,
     )
 
-    def __init__(self, *, num_workers: int = 1, clock: Callable[[], float] = time.monotonic, warm: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        num_workers: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        warm: bool = True,
+        mori: MoriName | None = None,
+    ) -> None:
+        self._mori = mori
         self._clock, self._warm = clock, warm
         self._identity: _identity.Identity | None = None
         self._regions = RegionTable("local", ())
@@ -92,7 +102,7 @@ class LoopbackTransport(Transport):
             _libc.allow_every_tracer()
         except OSError as error:  # a peer that needs it is told so when it connects
             _log.warning("loopback: %s", error)
-        self._identity = _identity.Identity(regions)
+        self._identity = _identity.Identity(regions, self._mori)
         self._regions = RegionTable("local", [(region.address, region.nbytes) for region in regions])
         if self._warm:
             self._warmer = Warmer(regions)
