@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv; a second run finds it there and is quick.
 #   make demo    prefill and decode vLLM behind the real router, both modes, against a single server
 #   make test    everything: lint, types, contracts, all tests with vLLM and end to end
-#   make interop our node with vLLM's own connector on the other side, both directions and modes: ten minutes
+#   make interop our node with vLLM's own connector on the other side, both directions and modes: 8 to 13 minutes
 #   make check   what needs no vLLM, in under two minutes
 #   make bench   each benchmark of bench/
 #   make explore the model checker, a million worlds and more;  make sim  a million simulated transfers

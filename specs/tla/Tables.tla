@@ -3,7 +3,8 @@
 PInit == "NEW"
 PRows == {
   [ev |-> "cmd_offer", src |-> "NEW", dst |-> "COMPUTING", rank |-> 0, guards |-> {}, acts |-> {"stop_timers", "adopt", "meet_peer"}],
-  [ev |-> "cmd_offer", src |-> "EXPECTED", dst |-> "CLAIMING", rank |-> 0, guards |-> {}, acts |-> {"enter_claiming", "adopt", "meet_peer"}],
+  [ev |-> "cmd_offer", src |-> "EXPECTED", dst |-> "COMPUTING", rank |-> 0, guards |-> {"other_prompt"}, acts |-> {"stop_timers", "turn_away", "adopt", "meet_peer"}],
+  [ev |-> "cmd_offer", src |-> "EXPECTED", dst |-> "CLAIMING", rank |-> 1, guards |-> {}, acts |-> {"enter_claiming", "adopt", "meet_peer"}],
   [ev |-> "cmd_offer", src |-> "NOTIFYING", dst |-> "NOTIFYING", rank |-> 0, guards |-> {}, acts |-> {"adopt_over"}],
   [ev |-> "cmd_offer", src |-> "FREED", dst |-> "FREED", rank |-> 0, guards |-> {}, acts |-> {"adopt_over"}],
   [ev |-> "cmd_progress", src |-> "COMPUTING", dst |-> "COMPUTING", rank |-> 0, guards |-> {}, acts |-> {"note_progress"}],
@@ -207,8 +208,9 @@ DRows == {
   [ev |-> "recv_failed", src |-> "DRAINING", dst |-> "DRAINING", rank |-> 0, guards |-> {}, acts |-> {}],
   [ev |-> "recv_granted", src |-> "QUEUED", dst |-> "QUEUED", rank |-> 0, guards |-> {"fresh"}, acts |-> {"extend_queue"}],
   [ev |-> "recv_granted", src |-> "QUEUED", dst |-> "QUEUED", rank |-> 1, guards |-> {}, acts |-> {}],
-  [ev |-> "recv_granted", src |-> "CLAIMING", dst |-> "PULLING", rank |-> 0, guards |-> {"fresh"}, acts |-> {"enter_pulling", "extend_lease", "pull"}],
-  [ev |-> "recv_granted", src |-> "CLAIMING", dst |-> "CLAIMING", rank |-> 1, guards |-> {}, acts |-> {}],
+  [ev |-> "recv_granted", src |-> "CLAIMING", dst |-> "RELEASING", rank |-> 0, guards |-> {"short_grant"}, acts |-> {"blame_grant", "enter_releasing", "settle_over"}],
+  [ev |-> "recv_granted", src |-> "CLAIMING", dst |-> "PULLING", rank |-> 1, guards |-> {"fresh"}, acts |-> {"enter_pulling", "extend_lease", "take_blocks", "pull"}],
+  [ev |-> "recv_granted", src |-> "CLAIMING", dst |-> "CLAIMING", rank |-> 2, guards |-> {}, acts |-> {}],
   [ev |-> "recv_granted", src |-> "PULLING", dst |-> "PULLING", rank |-> 0, guards |-> {"fresh"}, acts |-> {"extend_lease"}],
   [ev |-> "recv_granted", src |-> "PULLING", dst |-> "PULLING", rank |-> 1, guards |-> {}, acts |-> {}],
   [ev |-> "recv_granted", src |-> "NEW", dst |-> "NEW", rank |-> 0, guards |-> {}, acts |-> {}],

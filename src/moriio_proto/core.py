@@ -19,7 +19,7 @@ from typing import Any, Final
 import attrs
 
 from moriio_proto.dialects import dialect_of, judge
-from moriio_proto.effects import Effect, Forget, Post, Reply, Send
+from moriio_proto.effects import Effect, Forget, Reply, Send
 from moriio_proto.errors import IllegalEventError, LocalProtocolError, RemoteProtocolError
 from moriio_proto.events import (
     Connected,
@@ -30,13 +30,14 @@ from moriio_proto.events import (
     OpEnded,
     Received,
 )
-from moriio_proto.geometry import CacheGeometry
 from moriio_proto.machines import landing, offer, peer
+from moriio_proto.machines._offer_record import differ
 from moriio_proto.machines._table import Compiled, State
 from moriio_proto.machines._transfer import Transfer
 from moriio_proto.machines.landing import Landing
 from moriio_proto.machines.offer import Offer
 from moriio_proto.machines.peer import Peer
+from moriio_proto.settings import CoreConfig, Role, Stats, Timing
 from moriio_proto.timers import Timers
 from moriio_proto.wire.messages import (
     Abort,
@@ -71,56 +72,6 @@ _AT_DECODE: Final[dict[type, str]] = {
 }
 
 
-class Role(State):
-    """Which side of a transfer a node is."""
-
-    PREFILL = "P"
-    DECODE = "D"
-
-
-@attrs.frozen
-class Timing:
-    """Every wait of the protocol, in seconds; specs/ gives the reasons."""
-
-    lease: float = 10.0  # how long a granted lease lasts; renewed at a third
-    margin: float = 1.0  # what the owner adds: one copy call that began just before the lease ended
-    retry: float = 0.25  # first resend of an unanswered message; doubles up to a third of the lease
-    repost: float = 0.005  # a post that the transport refused (queue full) is tried again
-    redial: float = 1.0
-    handshake_timeout: float = 5.0
-    drain: float = 5.0  # draining longer than this ends the session
-    transfer_timeout: float = 30.0
-    defer_timeout: float = 60.0  # READ: how long P holds blocks that nobody claims
-    recv_abort_timeout: float = 120.0
-    upstream_hold: float = 55.0  # an upstream P frees held blocks after 60 s; D stops before
-    forget: float = 60.0  # how long a tombstone answers late messages
-
-
-@attrs.frozen
-class CoreConfig:
-    """Who this core is."""
-
-    role: Role
-    mode: Mode
-    token: str  # new per process start
-    geometry: CacheGeometry
-    tp_size: int = 1
-    dp_rank: int = 0
-    timing: Timing = attrs.field(factory=Timing)
-    max_transfers: int = 100_000  # records; beyond it, peers cannot open new ones
-
-
-@attrs.define
-class Stats:
-    """Counters since the start."""
-
-    bytes_moved: int = 0
-    refused_posts: int = 0
-    illegal: int = 0  # messages that a state has no row for
-    strangers: int = 0  # messages of a process that the transfer is not bound to
-    dropped: int = 0  # messages for new transfers when the table was full
-
-
 TraceHook = Callable[[str, str, State, str, State, float], None]  # machine, id, source, trigger, destination, now
 
 
@@ -145,6 +96,9 @@ class Core:
         self._peer_table: Compiled = peer.TABLE
         self._record: type[Offer | Landing] = Offer if prefill else Landing
         self._triggers = _AT_PREFILL if prefill else _AT_DECODE
+        self._factors = {
+            "tp_size": config.tp_size, "transfer_mode": config.mode.value, "transport": config.transport
+        }  # fmt: skip
         self._ops: dict[int, Transfer] = {}
         self._timers = Timers()
         self._fed: deque[tuple[Transfer | Peer, str, Any]] = deque()
@@ -313,6 +267,9 @@ class Core:
             if record.peer is not None:
                 self.feed(record.peer, "due_silence")
             return
+        if differ(record.prompt_digest, getattr(message, "prompt_digest", "")):
+            self.turn_away(message, event.route)
+            return
         if event.route is not None:
             record.route = event.route
         try:
@@ -320,6 +277,17 @@ class Core:
         except IllegalEventError as e:
             self.stats.illegal += 1
             raise RemoteProtocolError(f"{message.transfer_id}: {e}") from e
+
+    def turn_away(self, message: NotifyMessage, route: object) -> None:
+        """D names our transfer but wants another prompt: it is told so, and the transfer goes on without it."""
+        self.stats.mixed_up += 1
+        reason = "another prompt was prefilled under this transfer id"
+        if isinstance(message, RemoteBlocks):  # without our token, so that D does not answer with a release
+            self.reply(route, WriteDone(message.transfer_id, failed=True, reason=reason))
+        elif isinstance(message, Claim):
+            self.reply(route, Refused(message.transfer_id, self.token, reason))
+        else:
+            self.reply(route, Released(message.transfer_id, self.token))
 
     def _meant(self, message: NotifyMessage) -> NotifyMessage:
         """What an upstream peer means by a frame that says it in another way."""
@@ -356,7 +324,7 @@ class Core:
         plain = event.hello.extension is None
         if event.endpoint.other and plain is (event.endpoint == known.endpoint):
             return  # where the two kinds of peer listen at different ports, this answer is that of another rank
-        self._fire(known, "recv_hello", judge(event, self.config.geometry, self.tp_size))
+        self._fire(known, "recv_hello", judge(event, self.config.geometry, self._factors))
 
     def _on_session(self, event: Connected | Disconnected) -> None:
         known = self.peers.get(event.endpoint)
@@ -385,8 +353,3 @@ class Core:
         self._run_fed()
         out, self._out = self._out, []
         return out
-
-
-def posts(effects: list[Effect]) -> list[Post]:
-    """The posts among `effects`."""
-    return [e for e in effects if isinstance(e, Post)]

@@ -29,7 +29,7 @@ import enum
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -160,14 +160,19 @@ class Judged:
     problem: str
 
 
-def judge(event: HelloReceived, ours: CacheGeometry, tp_size: int) -> Judged:
-    """Read a hello; whatever is wrong with it becomes the problem."""
+def judge(event: HelloReceived, ours: CacheGeometry, factors: Mapping[str, object]) -> Judged:
+    """Read a hello; whatever is wrong with it becomes the problem.
+
+    `factors`: what else both sides must share, by the name of the extension's field; an empty value is not compared.
+    """
     hello, extension = event.hello, event.hello.extension
     geometry: CacheGeometry | None = None
     problem = ""
     try:
-        if extension is not None and extension.tp_size != tp_size:
-            raise GeometryMismatchError("tp_size", tp_size, extension.tp_size)
+        for factor, own in factors.items() if extension is not None else ():
+            theirs = getattr(extension, factor)
+            if own and theirs and own != theirs:
+                raise GeometryMismatchError(factor, own, theirs)
         geometry = remote_geometry(hello, event.layers, ours)
     except ValueError as e:
         problem = f"{dialect_of(hello).value} at {event.endpoint.host}: {e}"

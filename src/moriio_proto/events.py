@@ -68,6 +68,7 @@ class StartOffer:
     owner: str
     peers: Sequence[Endpoint]
     goal_blocks: int
+    prompt_digest: str = ""
 
 
 @attrs.define(unsafe_hash=True)  # by convention frozen; made per layer in the forward pass
@@ -95,10 +96,14 @@ class Preempt:
 
 @attrs.frozen
 class Finish:
-    """The prefill is done and vLLM hands its blocks over until the core answers `Settled`."""
+    """The prefill is done and vLLM hands its blocks over until the core answers `Settled`.
+
+    `blocks`: the prompt's block ids by position; READ tells them to D.
+    """
 
     trigger: ClassVar[str] = "cmd_finish"
     transfer_id: str
+    blocks: Sequence[int] = ()
 
 
 # --- the caller, on a decode node -------------------------------------------------------------------------------
@@ -111,6 +116,7 @@ class Expect:
     trigger: ClassVar[str] = "cmd_expect"
     transfer_id: str
     peer: Endpoint
+    prompt_digest: str = ""
 
 
 @attrs.frozen
@@ -128,6 +134,7 @@ class Load:
     blocks: Sequence[int]
     first_block: int
     remote_blocks: Sequence[int] = ()
+    prompt_digest: str = ""
 
 
 @attrs.frozen
@@ -137,6 +144,7 @@ class Skip:
     trigger: ClassVar[str] = "cmd_skip"
     transfer_id: str
     peer: Endpoint
+    prompt_digest: str = ""
 
 
 # --- the caller, on both ----------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class StepPlan:
     offers: list[OfferPlan] = attrs.field(factory=list)
     preempts: list[str] = attrs.field(factory=list)  # transfer ids
     finishes: list[str] = attrs.field(factory=list)  # P: blocks handed over
+    offered: dict[str, list[int]] = attrs.field(factory=dict)  # P, READ: block ids of those finished
     aborts: list[str] = attrs.field(factory=list)  # P: blocks handed over; D: the load is not wanted any more
     chunks: list[Chunk] = attrs.field(factory=list)
     expects: list[TransferParams] = attrs.field(factory=list)

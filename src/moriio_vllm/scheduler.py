@@ -22,6 +22,7 @@ from moriio_proto.wire.messages import Mode
 from moriio_proto.wire.params import TransferParams, parse_decode_params, parse_prefill_params, prefill_answer
 from moriio_vllm import endpoints
 from moriio_vllm.metadata import Chunk, LoadPlan, OfferPlan, StepPlan
+from moriio_vllm.prompt import prompt_digest
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -67,7 +68,6 @@ class _Offer:
     request_id: str
     params: TransferParams
     prompt_tokens: int
-    prompt: list[int] | None
     blocks: list[int] = attrs.field(factory=list)
     started: bool = False  # a chunk of the present computation was planned
     handed_over: bool = False
@@ -98,7 +98,8 @@ class PrefillScheduler:
         if params.transfer_id in self._ids:
             self._siblings[request.request_id] = params.transfer_id
             return
-        offer = _Offer(request.request_id, params, request.num_prompt_tokens, request.prompt_token_ids)
+        params = attrs.evolve(params, prompt_digest=prompt_digest(request))
+        offer = _Offer(request.request_id, params, request.num_prompt_tokens)
         self._offers[request.request_id] = offer
         self._ids.add(params.transfer_id)
         goal = _blocks_for(offer.prompt_tokens, self._it.block_tokens)
@@ -168,6 +169,8 @@ class PrefillScheduler:
         self._plan.finishes.append(offer.params.transfer_id)
         ids = block_ids[self._it.group][: _blocks_for(offer.prompt_tokens, self._it.block_tokens)]
         it = self._it
+        if it.mode is Mode.READ:
+            self._plan.offered[offer.params.transfer_id] = ids
         offer.answer = prefill_answer(
             transfer_id=offer.params.transfer_id, block_ids=[ids], address=it.address, dp_rank=it.dp_rank,
             dp_size=it.dp_size, dp_size_local=it.dp_size_local, tp_size=it.tp_size,
@@ -178,7 +181,7 @@ class PrefillScheduler:
         """With n > 1 vLLM answers with what the last of the siblings to finish returns, whichever that is."""
         transfer_id = self._siblings.pop(request.request_id, None)
         for offer in self._offers.values() if transfer_id is not None else ():
-            same = offer.params.transfer_id == transfer_id and offer.prompt == request.prompt_token_ids
+            same = (offer.params.transfer_id, offer.params.prompt_digest) == (transfer_id, prompt_digest(request))
             if same and request.status.name in _SERVED:
                 return offer.answer
         return None
@@ -235,6 +238,8 @@ class DecodeScheduler:
             params = None
         elif params is None or params.transfer_id in self._ids:
             return
+        if params is not None:
+            params = attrs.evolve(params, prompt_digest=prompt_digest(request))
         self._loads[request.request_id] = _Load(request.request_id, params, error, request.num_prompt_tokens)
         if params is not None:
             self._ids.add(params.transfer_id)

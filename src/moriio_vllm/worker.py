@@ -149,6 +149,7 @@ class WorkerHalf:
         return CoreConfig(
             role=Role.PREFILL if config.is_producer else Role.DECODE, mode=config.mode, token=self._token,
             geometry=geometry, tp_size=config.ranks.tp_size, dp_rank=config.ranks.dp_rank, timing=timing,
+            transport=config.backend,
         )  # fmt: skip
 
     def _hello(
@@ -268,17 +269,25 @@ class WorkerHalf:
         events: list[Event] = []
         for offer in plan.offers:
             peers = decode_endpoints(offer.params, tp_rank, tp_size)
-            events.append(StartOffer(offer.params.transfer_id, offer.request_id, peers, offer.goal_blocks))
+            params = offer.params
+            events.append(
+                StartOffer(params.transfer_id, offer.request_id, peers, offer.goal_blocks, params.prompt_digest)
+            )
         events += [Preempt(transfer_id) for transfer_id in plan.preempts]
-        events += [Finish(transfer_id) for transfer_id in plan.finishes]
+        events += [Finish(transfer_id, plan.offered.get(transfer_id, ())) for transfer_id in plan.finishes]
         events += [AbortTransfer(transfer_id) for transfer_id in plan.aborts]
-        events += [Expect(p.transfer_id, prefill_endpoint(p, tp_rank, tp_size)) for p in plan.expects]
+        for p in plan.expects:
+            events.append(Expect(p.transfer_id, prefill_endpoint(p, tp_rank, tp_size), p.prompt_digest))
         for load in plan.loads:
             if load.params is None:
                 self._failed[load.request_id] = load.error
                 continue
             remote = load.params.remote_blocks[0] if load.params.remote_blocks else ()
             peer = prefill_endpoint(load.params, tp_rank, tp_size)
-            events.append(Load(load.params.transfer_id, load.request_id, peer, load.blocks, load.first_block, remote))
-        events += [Skip(p.transfer_id, prefill_endpoint(p, tp_rank, tp_size)) for p in plan.skips]
+            digest = load.params.prompt_digest
+            events.append(
+                Load(load.params.transfer_id, load.request_id, peer, load.blocks, load.first_block, remote, digest)
+            )
+        for p in plan.skips:
+            events.append(Skip(p.transfer_id, prefill_endpoint(p, tp_rank, tp_size), p.prompt_digest))
         return events

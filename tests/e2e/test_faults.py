@@ -1,8 +1,8 @@
 """Faults end to end: real servers, the real router, a real model; every request ends, right or as the policy says.
 
 One stack for each mode with a short lease, whose servers are aborted on, stopped, killed and restarted; and stacks
-whose transport fails on purpose.  After each fault: no server has died that was not killed, both caches are empty again,
-and the next request is right.
+whose transport fails on purpose.  After each fault: no server has died that was not killed, both caches are empty
+again, and the next request is right.
 """
 
 from __future__ import annotations

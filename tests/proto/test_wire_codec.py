@@ -134,15 +134,15 @@ groups = st.lists(block_lists, min_size=1, max_size=4).map(tuple)
 NOTIFY = st.one_of(
     st.builds(
         m.RemoteBlocks, ids, ids, groups,
-        st.integers(0, 65535), st.integers(0, 2**31 - 1), tokens.map(lambda t: t + "1"),
+        st.integers(0, 65535), st.integers(0, 2**31 - 1), tokens.map(lambda t: t + "1"), tokens,
     ),
     st.builds(m.WriteDone, ids, st.booleans(), st.none() | counts, ids | st.just(""), tokens),
-    st.builds(m.Release, ids, counts, tokens),
+    st.builds(m.Release, ids, counts, tokens, tokens),
     st.builds(m.BareId, st.text("abcdefxyz-_0123456789:", min_size=1, max_size=512)),
-    st.builds(m.Claim, ids, tokens, stamps),
-    st.builds(m.Granted, ids, tokens, st.integers(0, 10**6), stamps),
+    st.builds(m.Claim, ids, tokens, stamps, tokens),
+    st.builds(m.Granted, ids, tokens, st.integers(0, 10**6), stamps, block_lists.map(tuple)),
     st.builds(m.Refused, ids, tokens, ids | st.just("")),
-    st.builds(m.Abort, ids, tokens),
+    st.builds(m.Abort, ids, tokens, tokens),
     st.builds(m.Released, ids, tokens),
 )  # fmt: skip
 

@@ -78,8 +78,8 @@ def eventually(condition: Callable[[], bool], timeout: float = 20.0) -> None:
 
 def make_node(
     role: Role, mode: Mode, *, token: str, ports: tuple[int, int], geometry: CacheGeometry | None = None,
-    timing: Timing | None = None, wrap: Callable[[Transport], Transport] = lambda t: t, backend: str = "loopback",
-    options: Mapping[str, object] | None = None,
+    tp_size: int = 1, timing: Timing | None = None, wrap: Callable[[Transport], Transport] = lambda t: t,
+    backend: str = "loopback", options: Mapping[str, object] | None = None,
 ) -> Node:  # fmt: skip
     """A node that is not started yet."""
     geometry = geometry or small_geometry(blocks=256, block_bytes=1024)
@@ -90,8 +90,9 @@ def make_node(
     own = transport.describe()
     endpoint = Endpoint(HOST, *ports)
     extension = HelloExtension(
-        token=token, global_dp_rank=0, tp_rank=0, dp_size=1, dp_size_local=1, tp_size=1, capabilities=CAPABILITIES,
-        notify_port=ports[1], transport=backend, regions=own.regions, geometry=geometry,
+        token=token, global_dp_rank=0, tp_rank=0, dp_size=1, dp_size_local=1, tp_size=tp_size,
+        capabilities=CAPABILITIES, notify_port=ports[1], transport=backend, regions=own.regions, geometry=geometry,
+        transfer_mode=mode.value,
     )  # fmt: skip
     base = tuple(memory.ctypes.data + layer.pieces[0].offset for layer in geometry.layers)
     hello = Hello(f"{HOST}:{ports[0]}", own.engine, base, geometry.num_blocks, 1024, "test", extension)

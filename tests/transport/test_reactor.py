@@ -154,3 +154,22 @@ def test_a_dead_reactor_is_not_silent() -> None:
     with pytest.raises(ReactorDiedError, match="ZeroDivisionError"):
         node.reactor.take_settled()
     node.reactor.close()
+
+
+@pytest.mark.parametrize(("factor", "changes"), [("transfer_mode", {"mode": Mode.WRITE}), ("tp_size", {"tp_size": 2})])
+def test_nodes_that_do_not_fit_refuse_each_other_by_name(factor: str, changes: dict) -> None:
+    """A prefill node with another mode or size is refused at the handshake; the load fails with the factor's name."""
+    a, b, c, e = free_ports(4)
+    p = make_node(
+        Role.PREFILL, changes.get("mode", Mode.READ), token="P1", ports=(a, b), tp_size=changes.get("tp_size", 1)
+    )
+    d = make_node(Role.DECODE, Mode.READ, token="D1", ports=(c, e))
+    try:
+        for node in (p, d):
+            node.reactor.start()
+        d.tell(Load("t", "t", p.endpoint, [1], 0, [1]))
+        assert d.wait_settled(1) == {"t": "failed"}
+        assert factor in d.settled[0].reason
+    finally:
+        for node in (p, d):
+            node.reactor.close()

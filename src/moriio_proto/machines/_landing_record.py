@@ -60,6 +60,11 @@ class Landing(Transfer):
         """READ: P offers fewer blocks than the prompt fills."""
         return core.mode is Mode.READ and len(event.remote_blocks) < event.first_block + len(event.blocks)
 
+    def short_grant(self, core: Core, event: Any) -> bool:
+        """READ: P holds fewer blocks than the prompt fills."""
+        held = len(event.message.blocks or self.remote_blocks)
+        return held < self.first_block + len(self.blocks)
+
     def all_read(self, core: Core, event: Any) -> bool:
         """The last read ended, and none waits to be tried again."""
         return len(self.pending) == 1 and not self.parked
@@ -72,6 +77,7 @@ class Landing(Transfer):
 
     def meet(self, core: Core, event: Any) -> None:
         """Know P, and ask for its handshake."""
+        self.prompt_digest = event.prompt_digest
         core.attach(self, event.peer)
         core.need(self)
 
@@ -84,6 +90,12 @@ class Landing(Transfer):
         """Not all of the prompt can be read."""
         have, want = len(event.remote_blocks), event.first_block + len(event.blocks)
         self.reason = f"the prefill node offers {have} blocks, expected at least {want}"
+
+    def blame_grant(self, core: Core, event: Any) -> None:
+        """Not all of the prompt can be read."""
+        self.reason = (
+            f"the prefill node holds {len(event.message.blocks)} blocks of this transfer, not all of its prompt"
+        )
 
     def count_writer(self, core: Core, event: Any) -> None:
         """One rank of P is done."""
@@ -125,7 +137,15 @@ class Landing(Transfer):
         """
         if leases:
             own = (list(self.blocks),)
-            return RemoteBlocks(self.id, "", own, core.dp_rank, first_block=self.first_block, token=core.token)
+            return RemoteBlocks(
+                self.id,
+                "",
+                own,
+                core.dp_rank,
+                first_block=self.first_block,
+                token=core.token,
+                prompt_digest=self.prompt_digest,
+            )
         whole = [NULL_BLOCK] * self.first_block + [*self.blocks, NULL_BLOCK]
         return RemoteBlocks(self.id, "", (whole,), core.dp_rank)
 
@@ -145,12 +165,12 @@ class Landing(Transfer):
     def say_stop(self, core: Core, event: Any) -> None:
         """P may think that this transfer is alive: ask it to stop."""
         if self.route is not None:
-            core.reply(self.route, Abort(self.id, token=core.token))
+            core.reply(self.route, Abort(self.id, core.token, self.prompt_digest))
 
     def acknowledge(self, core: Core, event: Any) -> None:
         """We know the end: P need not tell it again (only a peer that waits for it)."""
         if event.message.token:
-            core.reply(self.route, Release(self.id, consumer_tp_size=core.tp_size, token=core.token))
+            core.reply(self.route, Release(self.id, core.tp_size, core.token, self.prompt_digest))
 
     # --- READ: reading P's blocks ---------------------------------------------------------------------------------
 
@@ -173,8 +193,12 @@ class Landing(Transfer):
         assert self.peer is not None
         self.incarnation = self.peer.token
         if self.peer.leases:
-            core.send(self.peer, Claim(self.id, token=core.token, stamp=core.stamp()))
+            core.send(self.peer, Claim(self.id, core.token, core.stamp(), self.prompt_digest))
             self.resend_later(core, core.timing.retry)
+
+    def take_blocks(self, core: Core, event: Any) -> None:
+        """P says which blocks it holds for this transfer: those are read, whatever the request's parameters say."""
+        self.remote_blocks = event.message.blocks or self.remote_blocks
 
     def pull(self, core: Core, event: Any) -> None:
         """Read all blocks at once: position by position, only those that we do not have."""
@@ -185,7 +209,7 @@ class Landing(Transfer):
     def send_abort(self, core: Core, event: Any) -> None:
         """Ask P to stop and to say when it is quiet; repeated until it does."""
         assert self.peer is not None
-        core.send(self.peer, Abort(self.id, token=core.token))
+        core.send(self.peer, Abort(self.id, core.token, self.prompt_digest))
         self.resend_later(core, core.timing.retry)
 
     def send_release(self, core: Core, event: Any) -> None:
@@ -193,7 +217,8 @@ class Landing(Transfer):
         assert self.peer is not None
         if self.peer.ready:
             token = core.token if self.peer.leases else ""
-            core.send(self.peer, Release(self.id, consumer_tp_size=core.tp_size, token=token))
+            digest = self.prompt_digest if self.peer.leases else ""
+            core.send(self.peer, Release(self.id, core.tp_size, token, digest))
             if not self.peer.leases:
                 core.arm(self, "due_deadline", core.now)
         self.resend_later(core, core.timing.retry)

@@ -23,6 +23,11 @@ __all__ = ["Offer"]
 S = OfferState
 
 
+def differ(digest: str, other: str) -> bool:
+    """Whether both are known, and not the same."""
+    return bool(digest and other and digest != other)
+
+
 @attrs.define(eq=False)
 class Offer(Transfer):
     """The record of one transfer on the prefill node."""
@@ -85,12 +90,23 @@ class Offer(Transfer):
         """This was the last operation, and everything up to the goal had been posted."""
         return len(self.pending) == 1 and not self.parked and self.posted.base >= self.end()
 
+    def other_prompt(self, core: Core, event: Any) -> bool:
+        """D announced blocks for another prompt than the request has: the ids were mixed up."""
+        assert self.announced is not None
+        return differ(self.announced.prompt_digest, event.prompt_digest)
+
     # --- what is known --------------------------------------------------------------------------------------------
 
     def adopt(self, core: Core, event: Any) -> None:
         """vLLM has the request."""
-        self.requested, self.owner = True, event.owner
+        self.requested, self.owner, self.prompt_digest = True, event.owner, event.prompt_digest
         self.peers, self.goal = event.peers, event.goal_blocks
+
+    def turn_away(self, core: Core, event: Any) -> None:
+        """Whoever announced before the request came wants another prompt."""
+        assert self.announced is not None
+        core.turn_away(self.announced, self.route)
+        self.announced, self.incarnation, self.route = None, None, None
 
     def adopt_over(self, core: Core, event: Any) -> None:
         """vLLM has a request whose transfer is over already: it is settled when handed over."""
@@ -184,9 +200,10 @@ class Offer(Transfer):
     def grant(self, core: Core, event: Any) -> None:
         """Our blocks may be read for a lease from now (WRITE: we go on waiting for the announcement)."""
         assert self.claim_stamp is not None
+        blocks = tuple(self.blocks) if core.mode is Mode.READ else ()
         if core.mode is Mode.READ:
             self.readers.add(self.claimant)
-        core.reply(self.route, Granted(self.id, token=core.token, lease_ms=core.lease_ms, stamp=self.claim_stamp))
+        core.reply(self.route, Granted(self.id, core.token, core.lease_ms, self.claim_stamp, blocks))
 
     def refuse(self, core: Core, event: Any) -> None:
         """Nothing is offered under this id (any more)."""
@@ -250,6 +267,7 @@ class Offer(Transfer):
     def hand_over(self, core: Core, event: Any) -> None:
         """vLLM leaves the blocks to us until we settle."""
         self.handed_over = True
+        self.blocks = list(getattr(event, "blocks", ())) or self.blocks
 
     def settle_now(self, core: Core, event: Any) -> None:
         """Handed over and quiet."""

@@ -37,6 +37,7 @@ class Transfer:
     id: str
     state: State
     owner: str = ""  # whom `Settled` names
+    prompt_digest: str = ""  # of the prompt that the local request has; "" = not known
     peer: Peer | None = None
     incarnation: str | None = None  # token of the peer process that this transfer is bound to, once it is
     route: object = None  # where the peer's last message came from: takes answers

@@ -66,7 +66,8 @@ ROWS: Final = [
     row("recv_failed", [S.CLAIMING, S.PULLING, S.DRAINING], None),
     # the lease on P's blocks (READ), or P's patience (WRITE, queued)
     row("recv_granted", S.QUEUED, None, "extend_queue", conditions="fresh"),
-    row("recv_granted", S.CLAIMING, S.PULLING, "extend_lease", "pull", conditions="fresh"),
+    row("recv_granted", S.CLAIMING, S.RELEASING, "settle_over", conditions="short_grant", before="blame_grant"),
+    row("recv_granted", S.CLAIMING, S.PULLING, "extend_lease", "take_blocks", "pull", conditions="fresh"),
     row("recv_granted", S.PULLING, None, "extend_lease", conditions="fresh"),
     row("recv_granted", list(S), None),
     row("recv_refused", S.QUEUED, None, "note_refused"),

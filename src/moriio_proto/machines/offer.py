@@ -42,6 +42,7 @@ _PUSH = [S.CLAIMING, S.PUSHING]
 ROWS: Final = [
     # the caller
     row("cmd_offer", S.NEW, S.COMPUTING, "adopt", "meet_peer"),
+    row("cmd_offer", S.EXPECTED, S.COMPUTING, "turn_away", "adopt", "meet_peer", conditions="other_prompt"),
     row("cmd_offer", S.EXPECTED, S.CLAIMING, "adopt", "meet_peer"),
     row("cmd_offer", [S.NOTIFYING, S.FREED], None, "adopt_over"),  # D gave up first, or the id is used again
     row("cmd_progress", [S.COMPUTING, S.CLAIMING], None, "note_progress"),

@@ -97,6 +97,8 @@ _LEFT = "P makes a session before a new peer is ready, and by then the transfer 
 _SAID_LATE = "P says it only to a D that has given up or is served, and no such D goes back to a state before the end"
 _ONE_READ = "needs more than one read: a landing posts one, and posts it again whole"
 _TWO_TRANSFERS = "needs a second transfer of the same peer: the explored pair has one"
+_ONE_PROMPT: Final = "the explored sides never mix prompts up; the transcripts *_other_prompt and read_short_grant do"
+
 UNREACHED: Final[list[tuple[str, str, tuple[str, ...], str | None, str]]] = [
     ("offer", "cmd_abort", ("CLAIMING",), "", "CLAIMING has no posts, so the unguarded row is only there to be total"),
     ("offer", "recv_blocks", ("LEASED",), None, _OTHER_MODE),
@@ -107,6 +109,8 @@ UNREACHED: Final[list[tuple[str, str, tuple[str, ...], str | None, str]]] = [
     ("offer", "cq_ready", ("LEASED",), None, _OTHER_MODE),
     ("offer", "cq_lost", ("LEASED",), None, _OTHER_MODE),
     ("offer", "cq_ready", ("FREED",), None, _LEFT),
+    ("offer", "cmd_offer", ("EXPECTED",), "other_prompt", _ONE_PROMPT),
+    ("landing", "recv_granted", ("CLAIMING",), "short_grant", _ONE_PROMPT),
     ("landing", "recv_claim", ("QUEUED", "CLAIMING", "PULLING", "DRAINING"), None, _OTHER_MODE),
     ("landing", "recv_done", ("ANNOUNCED", "FENCING"), "more_writers", _RANKS),
     ("landing", "recv_done", ("QUEUED", "CLAIMING", "PULLING", "DRAINING"), None, _OTHER_MODE),

@@ -11,6 +11,7 @@ Commands (`N` is P or D, `t` a transfer id):
     N start t goal=2              P: vLLM admitted the request
     N progress t 0 2 4            P: blocks [0, 2) computed in 4 layers
     N preempt t | N finish t | N abort t
+    ... prompt=aa                 of start, load, expect and skip: the prompt's digest
     N expect t | N skip t
     N load t 7,8 first=0 remote=1,2
     deliver [n]                   deliver n messages (all, until nothing moves), oldest first
@@ -24,7 +25,7 @@ Commands (`N` is P or D, `t` a transfer id):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import attrs
 
@@ -107,23 +108,22 @@ class Transcript:
         transfer, *rest = args
         plain = [a for a in rest if "=" not in a]
         named = dict(a.split("=") for a in rest if "=" in a)
-        peer = self.other(node.name).endpoint
-        blocks = [10 + i for i in range(32)]
+        peer, digest = self.other(node.name).endpoint, named.get("prompt", "")
         event: Event
         if verb == "start":
-            event = StartOffer(transfer, f"req-{transfer}", (peer,), int(named["goal"]))
+            event = StartOffer(transfer, f"req-{transfer}", (peer,), int(named["goal"]), digest)
         elif verb == "progress":
             start, end, layers = map(int, plain)
-            event = Progress(transfer, start, end, layers, blocks[:end])
+            event = Progress(transfer, start, end, layers, list(range(10, 10 + end)))
         elif verb == "load":
-            remote = [int(x) for x in named.get("remote", "").split(",") if x]
-            mine = [int(x) for x in plain[0].split(",")]
-            event = Load(transfer, f"req-{transfer}", peer, mine, int(named.get("first", 0)), remote)
+            first, remote = int(named.get("first", 0)), _ids(named.get("remote", ""))
+            event = Load(transfer, f"req-{transfer}", peer, _ids(plain[0]), first, remote, digest)
+        elif verb == "finish":
+            event = Finish(transfer, _ids(named.get("blocks", "")))
         elif verb in {"expect", "skip"}:
-            event = Expect(transfer, peer) if verb == "expect" else Skip(transfer, peer)
+            event = (Expect if verb == "expect" else Skip)(transfer, peer, digest)
         else:
-            bare: dict[str, Callable[[str], Event]] = {"preempt": Preempt, "finish": Finish, "abort": AbortTransfer}
-            event = bare[verb](transfer)
+            event = Preempt(transfer) if verb == "preempt" else AbortTransfer(transfer)
         self._give(node, event)
 
     def _do_deliver(self, count: str = "1000") -> None:
@@ -229,10 +229,14 @@ def _hello(endpoint: Endpoint, core: Core) -> HelloReceived:
     extension = HelloExtension(
         token=core.token, global_dp_rank=0, tp_rank=0, dp_size=1, dp_size_local=1, tp_size=core.tp_size,
         capabilities=CAPABILITIES, notify_port=endpoint.notify_port, transport="fake", regions=(b"r",),
-        geometry=core.config.geometry,
+        geometry=core.config.geometry, transfer_mode=core.mode.value,
     )  # fmt: skip
     hello = Hello("engine", core.token.encode(), (0,), 64, 256, "fake", extension)
     return HelloReceived(endpoint, hello, LayerDescriptors({}))
+
+
+def _ids(text: str) -> list[int]:
+    return [int(x) for x in text.split(",") if x]
 
 
 def run_transcript(text: str) -> str:

@@ -81,6 +81,8 @@ class NotifyFrame(msgspec.Struct):
     consumer_tp_size: _Size = 1
     lease_ms: Annotated[int, Meta(ge=0, le=MAX_LEASE_MS)] | None = None
     stamp: _Int63 = 0
+    blocks: _Blocks = []
+    prompt_digest: _Token = ""
 
 
 class PingFrame(msgspec.Struct):

@@ -99,11 +99,13 @@ def _encode_remote_blocks(message: RemoteBlocks) -> bytes:
     }
     if message.first_block:
         fields["first_block"] = message.first_block
-    return _with_token(fields, message.token)
+    return _of_prompt(fields, message)
 
 
 def _encode_write_done(message: WriteDone) -> bytes:
-    if message.failed and not message.token:  # as vLLM 0.33 says it; an older listener ends on it
+    if (
+        message.failed and not message.token and not message.reason
+    ):  # as vLLM 0.33 says it; an older listener ends on it
         return _pack({"type": "write_failed", "transfer_id": message.transfer_id})
     fields: dict[str, Any] = {"type": "write_done", "transfer_id": message.transfer_id}
     if message.num_writers is not None:
@@ -121,7 +123,7 @@ def _encode_release(message: Release) -> bytes:
         "transfer_id": message.transfer_id,
         "consumer_tp_size": message.consumer_tp_size,
     }
-    return _with_token(fields, message.token)
+    return _of_prompt(fields, message)
 
 
 def _encode_bare(message: BareId) -> bytes:
@@ -131,7 +133,7 @@ def _encode_bare(message: BareId) -> bytes:
 
 
 def _encode_claim(message: Claim) -> bytes:
-    return _with_token({"type": "claim", "transfer_id": message.transfer_id, "stamp": message.stamp}, message.token)
+    return _of_prompt({"type": "claim", "transfer_id": message.transfer_id, "stamp": message.stamp}, message)
 
 
 def _encode_granted(message: Granted) -> bytes:
@@ -141,6 +143,8 @@ def _encode_granted(message: Granted) -> bytes:
         "lease_ms": message.lease_ms,
         "stamp": message.stamp,
     }
+    if message.blocks:
+        fields["blocks"] = list(message.blocks)
     return _with_token(fields, message.token)
 
 
@@ -149,6 +153,16 @@ def _encode_refused(message: Refused) -> bytes:
     if message.reason:
         fields["reason"] = message.reason[:MAX_TEXT_CHARS]
     return _with_token(fields, message.token)
+
+
+def _of_prompt(fields: dict[str, Any], message: RemoteBlocks | Release | Claim | Abort) -> bytes:
+    if message.prompt_digest:
+        fields["prompt_digest"] = message.prompt_digest
+    return _with_token(fields, message.token)
+
+
+def _encode_abort(message: Abort) -> bytes:
+    return _of_prompt({"type": "abort", "transfer_id": message.transfer_id}, message)
 
 
 def _with_token(fields: dict[str, Any], token: str) -> bytes:
@@ -160,7 +174,7 @@ def _with_token(fields: dict[str, Any], token: str) -> bytes:
 def _plain(kind: str) -> Callable[[Any], bytes]:
     """Encoder of a message that has a transfer id and a token only."""
 
-    def encode_plain(message: Abort | Released) -> bytes:
+    def encode_plain(message: Released) -> bytes:
         return _with_token({"type": kind, "transfer_id": message.transfer_id}, message.token)
 
     return encode_plain
@@ -174,7 +188,7 @@ _ENCODERS: dict[type, Callable[[Any], bytes]] = {
     Claim: _encode_claim,
     Granted: _encode_granted,
     Refused: _encode_refused,
-    Abort: _plain("abort"),
+    Abort: _encode_abort,
     Released: _plain("released"),
 }
 
@@ -221,6 +235,7 @@ def _build_remote_blocks(fields: NotifyFrame) -> RemoteBlocks:
         fields.decode_rank,
         fields.first_block,
         fields.token,
+        fields.prompt_digest,
     )
 
 
@@ -237,18 +252,18 @@ def _groups(blocks: list[Any]) -> tuple[list[int], ...]:
 def _build_granted(fields: NotifyFrame) -> Granted:
     if fields.lease_ms is None:
         raise DecodeError("granted: lease_ms missing")
-    return Granted(fields.transfer_id, fields.token, fields.lease_ms, fields.stamp)
+    return Granted(fields.transfer_id, fields.token, fields.lease_ms, fields.stamp, tuple(fields.blocks))
 
 
 _BUILDERS: dict[str, Callable[[NotifyFrame], NotifyMessage]] = {
     "remote_blocks": _build_remote_blocks,
     "write_done": lambda f: WriteDone(f.transfer_id, f.write_failed, f.num_writers, f.reason, f.token),
     "write_failed": lambda f: WriteDone(f.transfer_id, failed=True, reason=f.reason, token=f.token),
-    "release": lambda f: Release(f.transfer_id, f.consumer_tp_size, f.token),
-    "claim": lambda f: Claim(f.transfer_id, f.token, f.stamp),
+    "release": lambda f: Release(f.transfer_id, f.consumer_tp_size, f.token, f.prompt_digest),
+    "claim": lambda f: Claim(f.transfer_id, f.token, f.stamp, f.prompt_digest),
     "granted": _build_granted,
     "refused": lambda f: Refused(f.transfer_id, f.token, f.reason),
-    "abort": lambda f: Abort(f.transfer_id, f.token),
+    "abort": lambda f: Abort(f.transfer_id, f.token, f.prompt_digest),
     "released": lambda f: Released(f.transfer_id, f.token),
 }
 

@@ -130,6 +130,7 @@ class RemoteBlocks:
     decode_rank: int = 0  # D's global data-parallel rank
     first_block: int = 0  # index in the prompt of the first block that D wants (those before it D has)
     token: str = ""  # D's instance token
+    prompt_digest: str = ""  # of the prompt that D wants: P serves no other; "" = not told
 
 
 @attrs.frozen
@@ -150,6 +151,7 @@ class Release:
     transfer_id: str
     consumer_tp_size: int = 1
     token: str = ""  # D's instance token
+    prompt_digest: str = ""  # as in `RemoteBlocks`
 
 
 @attrs.frozen
@@ -169,6 +171,7 @@ class Claim:
     transfer_id: str
     token: str  # the sender's instance token
     stamp: int = 0  # the sender's clock, microseconds; opaque to the receiver, who brings it back
+    prompt_digest: str = ""  # as in `RemoteBlocks`; from D only
 
 
 @attrs.frozen
@@ -182,6 +185,7 @@ class Granted:
     token: str  # the sender's instance token
     lease_ms: int
     stamp: int = 0  # of the claim that is answered
+    blocks: Sequence[int] = ()  # READ: P's block ids by position; D reads these, whatever its request's parameters say
 
 
 @attrs.frozen
@@ -199,6 +203,7 @@ class Abort:
 
     transfer_id: str
     token: str  # the sender's instance token
+    prompt_digest: str = ""  # as in `RemoteBlocks`; from D only
 
 
 @attrs.frozen

@@ -57,6 +57,7 @@ class TransferParams:
     remote_tp_size: int = 0  # 0 = unknown
     remote_engine_id: str = ""
     remote_blocks: tuple[tuple[int, ...], ...] = ()  # P's block ids per KV cache group; READ on D only
+    prompt_digest: str = ""  # of this leg's prompt; the node adds it, nobody sends it here
 
     def host_of(self, global_dp_rank: int) -> str:
         """The host that a data-parallel rank of the peer lives on.

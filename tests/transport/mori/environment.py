@@ -81,7 +81,11 @@ def find_include() -> list[str]:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         try:
-            run("apt-get", "download", "libibverbs-dev", cwd=folder)
+            try:
+                run("apt-get", "download", "libibverbs-dev", cwd=folder)
+            except MissingError:  # no lists of packages yet
+                run("apt-get", "update", "-q")
+                run("apt-get", "download", "libibverbs-dev", cwd=folder)
             run("dpkg", "-x", next(folder.glob("libibverbs-dev*.deb")), folder)
         except (OSError, MissingError) as error:
             raise MissingError(f"no {HEADER}, and no package libibverbs-dev to take it from: {error}") from error
