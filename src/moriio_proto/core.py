@@ -96,9 +96,6 @@ class Core:
         self._peer_table: Compiled = peer.TABLE
         self._record: type[Offer | Landing] = Offer if prefill else Landing
         self._triggers = _AT_PREFILL if prefill else _AT_DECODE
-        self._factors = {
-            "tp_size": config.tp_size, "transfer_mode": config.mode.value, "transport": config.transport
-        }  # fmt: skip
         self._ops: dict[int, Transfer] = {}
         self._timers = Timers()
         self._fed: deque[tuple[Transfer | Peer, str, Any]] = deque()
@@ -324,7 +321,8 @@ class Core:
         plain = event.hello.extension is None
         if event.endpoint.other and plain is (event.endpoint == known.endpoint):
             return  # where the two kinds of peer listen at different ports, this answer is that of another rank
-        self._fire(known, "recv_hello", judge(event, self.config.geometry, self._factors))
+        shared = {"tp_size": self.tp_size, "transfer_mode": self.mode.value, "transport": self.config.transport}
+        self._fire(known, "recv_hello", judge(event, self.config.geometry, shared))
 
     def _on_session(self, event: Connected | Disconnected) -> None:
         known = self.peers.get(event.endpoint)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KEYS", "ROUTER_PATIENCE", "ConnectorConfig", "Key", "Ranks", "Role", "config_table"]
 
-_log = logging.getLogger("moriio.config")
+_log = logging.getLogger(__name__)
 
 ROUTER_PATIENCE = 5.0  # seconds without a ping after which vllm-router drops an instance
 Role: TypeAlias = Literal["kv_producer", "kv_consumer"]

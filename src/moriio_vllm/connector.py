@@ -8,6 +8,7 @@ ever waits, and READ runs under any graph mode.  WRITE posts layer by layer from
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -51,6 +52,7 @@ class MoRIIOConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_like_vllm()
         config = checked_config(vllm_config, role)
         group = single_group(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
@@ -200,6 +202,16 @@ def checked_config(vllm_config: VllmConfig, role: KVConnectorRole) -> ConnectorC
         transfer.kv_connector_extra_config, role=transfer.kv_role, ranks=ranks, default_host=get_ip,
         backends=available_transports(), options_of=lambda name: load_transport(name).options,
     )  # fmt: skip
+
+
+def log_like_vllm() -> None:
+    """Let our loggers write where vLLM's do, at its level: it configures none but its own."""
+    theirs = logging.getLogger("vllm")
+    for package in ("moriio_proto", "moriio_transport", "moriio_vllm"):
+        ours = logging.getLogger(package)
+        if theirs.handlers and not ours.handlers:
+            ours.handlers, ours.propagate = list(theirs.handlers), False
+            ours.setLevel(theirs.getEffectiveLevel())
 
 
 def single_group(kv_cache_config: KVCacheConfig) -> int:

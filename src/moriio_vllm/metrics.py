@@ -34,7 +34,7 @@ REASONS: Final = {  # class -> how the texts of `Settled.reason` begin; "other" 
     "peer lost": ("the peer process", "the process at this address", "no answer to the handshake", "the session"),
     "given up by peer": ("the prefill node", "the decode node", "not offered"),
     "aborted": ("the request was aborted",),
-    "id used twice": ("a transfer with this id",),
+    "id used twice": ("a transfer with this id", "another prompt"),
 }
 SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 

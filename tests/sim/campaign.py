@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 
 import attrs
@@ -63,22 +64,32 @@ def _play(seed: int, options: Options, jobs: Sequence[Job], faults: Sequence[Fau
     return world, "", False
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The code under test warns of every injected fault."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def run_episode(seed: int, jobs: int = JOBS) -> Episode:
     """One world."""
-    logging.disable(logging.CRITICAL)  # the code under test warns of every injected fault
     options = make_options(seed)
-    world, problem, crashed = _play(seed, options, make_jobs(seed, options, jobs), make_faults(seed, options))
+    with _quiet():
+        world, problem, crashed = _play(seed, options, make_jobs(seed, options, jobs), make_faults(seed, options))
     return Episode(seed, world.summary(), world.digest, problem, crashed)
 
 
 def explain(seed: int, jobs: int = JOBS, max_runs: int = 60) -> str:
     """The shortest schedule found that still fails, and the end of its trace."""
-    logging.disable(logging.CRITICAL)
     options = make_options(seed)
     all_jobs, all_faults = make_jobs(seed, options, jobs), make_faults(seed, options)
 
     def fails(jobs: Sequence[Job], faults: Sequence[Fault]) -> bool:
-        return bool(_play(seed, options, jobs, faults)[1])
+        with _quiet():
+            return bool(_play(seed, options, jobs, faults)[1])
 
     faults = shrink(all_faults, lambda fewer: fails(all_jobs, fewer), max_runs)
     fewer_jobs = shrink(all_jobs, lambda fewer: fails(fewer, faults), max_runs)

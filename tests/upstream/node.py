@@ -58,6 +58,7 @@ class UpstreamNode:
     def close(self):
         self._context.destroy(linger=0)
         self._thread.join(5)
+        self.engine.close()
 
     def hello(self):
         """The two messages of the handshake's answer."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Link", "Reports"]
 
-_log = logging.getLogger("moriio.mori")
+_log = logging.getLogger(__name__)
 
 
 class _Do(enum.Enum):

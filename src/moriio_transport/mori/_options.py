@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RDMA", "XGMI", "Knob", "check", "defaults", "effective", "knob_table", "log_environment"]
 
-_log = logging.getLogger("moriio.mori")
+_log = logging.getLogger(__name__)
 
 SEND_QUEUE_DEPTH = 8192  # the engine's default of max_send_wr
 _PREFIX = "kv_connector_extra_config"

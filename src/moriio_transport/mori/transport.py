@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MoriTransport", "Setup", "open_rdma", "open_xgmi"]
 
-_log = logging.getLogger("moriio.mori")
+_log = logging.getLogger(__name__)
 
 _MAX_BATCH_OPS: Final = 2048  # one call of the engine: about 0.3 ms of the reactor's thread
 _QUIET_S: Final = 10.0  # `close` waits so long for batches under way; a card gives a silent peer up sooner

@@ -53,7 +53,7 @@ def test_variables_are_shown_at_start(monkeypatch, caplog):
     """Every MORI variable is in the log, with its value."""
     monkeypatch.setenv("MORI_IO_TC", "104")
     monkeypatch.setenv("MORI_IO_ENABLE_NOTIFICATION", "0")
-    with caplog.at_level(logging.INFO, "moriio.mori"):
+    with caplog.at_level(logging.INFO, "moriio_transport.mori"):
         _options.log_environment()
     assert "MORI_IO_ENABLE_NOTIFICATION=0 MORI_IO_TC=104" in caplog.text
 

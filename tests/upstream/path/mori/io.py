@@ -164,7 +164,18 @@ class IOEngine:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._links = {}  # (local, remote) descriptor -> (transport, session)
         self._statuses = {}  # token -> status
-        threading.Thread(target=self._run, daemon=True, name="mori-standin").start()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, daemon=True, name="mori-standin")
+        self._thread.start()
+
+    def close(self):
+        """End the thread and its transports; the real engine does this when it is destroyed."""
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        for transport in (self._own, *(t for t, _ in self._links.values())):
+            transport.close()
+        os.close(self._wake)
 
     def get_engine_desc(self):
         """What peers need to know of this engine."""
@@ -206,7 +217,7 @@ class IOEngine:
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         tokens = itertools.count(1)
-        while True:
+        while not self._closing:
             for fd, _ in poller.poll():
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
