@@ -2,7 +2,7 @@
 #   make demo    prefill and decode vLLM behind the real router, both modes, against a single server
 #   make test    everything: lint, types, contracts, all tests with vLLM and end to end
 #   make interop our node with vLLM's own connector on the other side, both directions and modes: 8 to 13 minutes
-#   make check   what needs no vLLM, in under two minutes
+#   make check   what needs no vLLM and no patience, in under two minutes
 #   make bench   each benchmark of bench/
 #   make explore the model checker, a million worlds and more;  make sim  a million simulated transfers
 # make VENV=/path/to/venv TARGET uses a virtual environment of yours as it is: nothing is installed into it.
@@ -43,7 +43,7 @@ interop: $(INSTALLED_VLLM)
 	$(PY) -m pytest --require-vllm tests/e2e/test_upstream.py
 
 check: $(INSTALLED_DEV) lint
-	$(PY) -m pytest -m "not vllm and not e2e" tests
+	$(PY) -m pytest -m "not vllm and not e2e and not slow" tests
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check

@@ -23,6 +23,7 @@ def explored(setting: Setting) -> tuple[Pair, Exploration]:
     return pair, explore_setting(pair)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", QUICK, ids=lambda s: s.name)
 def test_no_order_of_moves_breaks_an_invariant(setting: Setting) -> None:
     """Every reachable world is visited, none breaks an invariant, and each node alone comes to its end."""
@@ -31,17 +32,20 @@ def test_no_order_of_moves_breaks_an_invariant(setting: Setting) -> None:
     assert seen.worlds > 500
 
 
+@pytest.mark.slow
 def test_at_least_a_hundred_thousand_worlds_are_visited() -> None:
     """The quick settings together are an exploration of the size that was promised."""
     assert sum(explored(setting)[1].worlds for setting in QUICK) > 100_000
 
 
+@pytest.mark.slow
 def test_every_row_is_taken_or_excused() -> None:
     """Each row of the three tables is taken in some world, or excused with a reason."""
     taken = {row for setting in QUICK for row in rows_taken(explored(setting)[0])}
     assert list(unexplained(taken)) == []
 
 
+@pytest.mark.slow
 def test_every_state_is_reached() -> None:
     """No state of the three machines is only declared."""
     taken = {row for setting in QUICK for row in rows_taken(explored(setting)[0])}

@@ -8,6 +8,8 @@ import pytest
 
 from moriio_proto.testing.explore_mutants import MUTANTS, Mutant, killed_by_explorer, killed_by_transcripts
 
+pytestmark = pytest.mark.slow
+
 TRANSCRIPTS = Path(__file__).parents[1] / "testdata" / "core"
 
 

@@ -23,6 +23,7 @@ QUICK_MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ten_thousand_transfers_under_faults_break_nothing() -> None:
     """Every oracle holds over 10,000 transfers, and every kind of fault and of ending was among them."""
     report = campaign(10_000, seed=1)
@@ -61,6 +62,7 @@ def test_the_same_seed_gives_the_same_trace() -> None:
     assert again.stdout.strip() == first.digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(QUICK_MUTANTS))
 def test_a_seeded_bug_is_found(name: str) -> None:
     """The oracles are not blind: each of these bugs is found within 5,000 transfers."""
@@ -68,6 +70,7 @@ def test_a_seeded_bug_is_found(name: str) -> None:
     assert problem, f"{MUTANTS[name].__doc__} was not found in {transfers} transfers"
 
 
+@pytest.mark.slow
 def test_a_failure_is_shown_with_a_short_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is printed names the seed, and needs fewer faults and requests than the run had."""
     MUTANTS["say_done_too_early"](monkeypatch)

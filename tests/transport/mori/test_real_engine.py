@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tests.transport.mori.run import run_pytest
 
+pytestmark = pytest.mark.slow
+
 FILES = sorted(path.name for path in Path(__file__).parent.glob("engine/test_*.py"))
 
 
