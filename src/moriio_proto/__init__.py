@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moriio_proto.core import Core, CoreConfig, Role, Stats, Timing
+    from moriio_proto.core import Core
     from moriio_proto.effects import Cancel, Connect, Dial, Disconnect, Effect, Post, Reply, Send, Settled
     from moriio_proto.errors import (
         ConfigurationError,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         Skip,
         StartOffer,
     )
+    from moriio_proto.settings import CoreConfig, Role, Stats, Timing
     from moriio_proto.wire.messages import Mode
 
 __all__ = [
@@ -93,7 +94,7 @@ _HOMES = {
     "Connect": "effects",
     "Connected": "events",
     "Core": "core",
-    "CoreConfig": "core",
+    "CoreConfig": "settings",
     "DecodeError": "errors",
     "Dial": "effects",
     "Disconnect": "effects",
@@ -117,13 +118,13 @@ _HOMES = {
     "Received": "events",
     "RemoteProtocolError": "errors",
     "Reply": "effects",
-    "Role": "core",
+    "Role": "settings",
     "Send": "effects",
     "Settled": "effects",
     "Skip": "events",
     "StartOffer": "events",
-    "Stats": "core",
-    "Timing": "core",
+    "Stats": "settings",
+    "Timing": "settings",
 }
 
 

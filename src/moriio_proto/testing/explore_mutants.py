@@ -111,7 +111,7 @@ def killed_by_explorer(mutant: Mutant) -> Violation | None:
 def killed_by_transcripts(mutant: Mutant, folder: Path) -> str:
     """The first transcript of `folder` (files *.txt) that a mutant changes; empty: none."""
     module, original = mutant.machine, mutant.machine.TABLE
-    module.TABLE = mutated(mutant)  # type: ignore[attr-defined]
+    module.TABLE = mutated(mutant)  # type: ignore[attr-defined]  # TABLE is Final: replaced for one run
     try:
         for path in sorted(folder.glob("*.txt")):
             text = path.read_text()
@@ -122,7 +122,7 @@ def killed_by_transcripts(mutant: Mutant, folder: Path) -> str:
             if not same:
                 return path.stem
     finally:
-        module.TABLE = original  # type: ignore[attr-defined]
+        module.TABLE = original  # type: ignore[attr-defined]  # and put back
     return ""
 
 

@@ -107,7 +107,7 @@ class SnapshotCore(Core):
         super().__init__(CoreConfig(role, mode, token, geometry, timing=TIMING))
         self.far = far
         self.now = NOW
-        self._timers = _Armed()  # type: ignore[assignment]
+        self._timers = _Armed()  # type: ignore[assignment]  # a Timers without time
         self._announcements: dict[tuple[Any, ...], RemoteBlocks] = {}
         self._hellos: dict[str, HelloReceived] = {}  # what each process at the far address says, by token
 
@@ -150,7 +150,7 @@ class SnapshotCore(Core):
         for token, post in record.pending.items():
             record.pending[token] = attrs.evolve(post, not_after=post.not_after - 1)
         if getattr(record, "claim_stamp", None) is not None:
-            record.claim_stamp -= 1_000_000  # type: ignore[attr-defined]
+            record.claim_stamp -= 1_000_000  # type: ignore[attr-defined]  # an Offer here
 
     # --- taking out -------------------------------------------------------------------------------------------------
 
